@@ -1,0 +1,42 @@
+"""Shared by all tests: the path to ``support``, the soak option and the pool of ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+if str(TESTS) not in sys.path:
+    sys.path.insert(0, str(TESTS))
+
+from support.models import ModelZoo  # noqa: E402  (needs the path above)
+from support.ranks import RankPool  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the full counts (marked soak) as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave soak tests out (deselected, so that nothing reads as skipped) unless they are asked for."""
+    if config.getoption("--soak"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("soak")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    """``ranks.run(world_size, fn, *args)``: see support/ranks.py."""
+    return RankPool()
+
+
+@pytest.fixture(scope="session")
+def model_zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelZoo]:
+    """``model_zoo.folder(family, dtype)``: tiny random Hugging Face model folders, see support/models.py."""
+    yield ModelZoo(tmp_path_factory.mktemp("models"))
