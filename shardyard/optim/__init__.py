@@ -1,0 +1,7 @@
+"""The optimizer, its schedule, and the norm of its gradients."""
+
+from shardyard.optim.grad_norm import clip_gradients, owned_square_sum
+from shardyard.optim.optimizer import build_optimizer, set_lr
+from shardyard.optim.schedule import Schedule
+
+__all__ = ["Schedule", "build_optimizer", "clip_gradients", "owned_square_sum", "set_lr"]

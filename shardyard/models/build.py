@@ -1,0 +1,145 @@
+"""config.json -> meta model -> parallelised -> weights, read shard by shard or drawn from the seed."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardyard.config import ModelConfig
+from shardyard.errors import UserError
+from shardyard.models import packing
+from shardyard.models.causal_lm import Placement, base_class, trainable_class
+from shardyard.models.scratch import initialise_from_seed
+from shardyard.models.source import has_weights
+from shardyard.ops import DOCUMENTS_ATTENTION
+from shardyard.parallel import Precision, matches
+
+logger = logging.getLogger("shardyard.models")
+
+# fp32 differs by rounding only; bf16 rounds each activation to 8 bits.
+_LEAK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """``model(input_ids, position_ids, labels, doc_lens)`` gives the loss sum; see models/causal_lm.py.
+
+    ``unpacked`` says why the documents of a micro-batch need a forward each; None when they share one.
+    """
+
+    model: Any
+    config: PreTrainedConfig
+    source: Path
+    precision: Precision
+    unpacked: str | None
+
+
+def build_model(
+    model_config: ModelConfig, config: PreTrainedConfig, source: Path, placement: Placement, *, seed: int
+) -> BuiltModel:
+    """Build, parallelise and fill the model.
+
+    Raises:
+        UserError: weights that are missing or do not fit the config, a family that cannot be trained here.
+    """
+    base = base_class(config, str(source), trust_remote_code=model_config.trust_remote_code)
+    refused = packing.refusal(config)
+    attention = model_config.attn_implementation or (None if refused else DOCUMENTS_ATTENTION)
+    cls = trainable_class(base, placement)
+    if model_config.train_from_scratch:
+        model = _from_seed(cls, config, attention, placement, seed)
+    else:
+        model = _from_weights(cls, config, source, attention, model_config)
+    device = placement.device.torch_device
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+    _freeze(model, model_config.freeze or [])
+    model.train()
+    precision = Precision.of(placement.parallel, placement.device)
+    unpacked = refused or _self_test(model, config, precision, device)
+    return BuiltModel(model, config, source, precision, unpacked)
+
+
+def _from_seed(cls: Any, config: Any, attention: str | None, placement: Placement, seed: int) -> PreTrainedModel:
+    config.distributed_config = placement.distributed_config
+    with torch.device("meta"):
+        model = cls._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    dc, home, meshes = cls.prepare_distribute_model(placement.distributed_config)
+    model = cls.maybe_distribute_model(model, dc, meshes)
+    initialise_from_seed(model, seed, home or torch.device("cpu"))
+    return model
+
+
+def _from_weights(cls: Any, config: Any, source: Path, attention: str | None, options: ModelConfig) -> PreTrainedModel:
+    if not has_weights(source):
+        raise UserError(
+            f"model.model_name_or_path: {source} holds no weights (*.safetensors). To start from random weights set "
+            "model.train_from_scratch: true."
+        )
+    extra = {"attn_implementation": attention} if attention else {}
+    try:
+        model, info = cls.from_pretrained(
+            str(source), config=config, dtype=torch.float32, output_loading_info=True, weights_only=True,
+            distributed_config=cls.placement.distributed_config, trust_remote_code=options.trust_remote_code, **extra,
+        )  # fmt: skip
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"model.model_name_or_path: the weights of {source} cannot be read: {error}") from error
+    _refuse_incomplete(model, info, source)
+    return model
+
+
+def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
+    for kind, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
+        if keys := sorted(map(str, info.get(kind) or ())):
+            raise UserError(
+                f"model.model_name_or_path: the weights in {source} {what} {len(keys)} tensor(s) that config.json asks "
+                f"for: {', '.join(keys[:5])}. Do they belong to this config.json?"
+            )
+    if unexpected := sorted(info.get("unexpected_keys") or ()):
+        logger.warning("%s holds %d tensors that this model does not use: %s", source, len(unexpected), unexpected[:5])
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for target, origin in tied.items():
+        if model.get_parameter(target) is not model.get_parameter(origin):
+            raise UserError(
+                f"model.model_name_or_path: config.json ties {target} to {origin}, but {source} holds two different "
+                "tensors. Set model.config_overrides: {tie_word_embeddings: false} to train them apart."
+            )
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if not torch.isfinite(local).all():
+            raise UserError(f"model.model_name_or_path: {name} in {source} holds NaN or Inf")
+
+
+def _freeze(model: Any, patterns: list[str]) -> None:
+    """Stop the training of parameters whose name, or whose module's name, a pattern matches."""
+    unused = set(patterns)
+    for name, parameter in model.named_parameters():
+        prefixes = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
+        for pattern in patterns:
+            if any(matches(pattern, prefix) or fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes):
+                parameter.requires_grad_(False)
+                unused.discard(pattern)
+    if unused:
+        raise UserError(f"model.freeze: {', '.join(sorted(unused))} matches no parameter of this model")
+    if patterns and not any(p.requires_grad for p in model.parameters()):
+        raise UserError("model.freeze: the patterns freeze every parameter; nothing is left to train")
+
+
+def _self_test(model: Any, config: Any, precision: Precision, device: torch.device) -> str | None:
+    vocab_size = config.get_text_config().vocab_size
+    try:
+        difference = packing.leak(model, vocab_size=vocab_size, device=device)
+    except (TypeError, NotImplementedError, ValueError) as error:
+        return f"the self-test of packed documents failed: {str(error).splitlines()[0]}"
+    tolerance = _LEAK_TOLERANCE[precision.compute]
+    if difference <= tolerance:
+        return None
+    return f"two packed documents differ from each alone by {difference:.1e} (at most {tolerance:.0e} is rounding)"

@@ -1,0 +1,123 @@
+"""The seam to transformers: a subclass, made at run time, of the class that a config names.
+
+transformers owns the model code, the reading of sharded weights and the on-disk conversions. Three methods are ours:
+`prepare_distribute_model` (always both meshes, on the device that the device room chose), `maybe_distribute_model`
+(our own parallelism, called between construction on meta and the reading of weights) and `forward` (from tokens to
+the sum of the loss, all inside the FSDP root, since nothing may call the body or the head from outside it).
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.distributed.utils import TransformersDeviceMesh
+
+from shardyard.config import ParallelConfig
+from shardyard.device import Device
+from shardyard.errors import UserError
+from shardyard.parallel import Meshes, apply_parallelism
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how a model is built."""
+
+    parallel: ParallelConfig
+    meshes: Meshes
+    device: Device
+
+    @property
+    def distributed_config(self) -> DistributedConfig:
+        layout = self.meshes.layout
+        return DistributedConfig(fsdp_size=layout.fsdp, dp_replicate_size=layout.dp_replicate)
+
+
+class TrainableCausalLM:
+    """Mixed in before a transformers class; see the module's docstring."""
+
+    placement: Placement
+
+    @classmethod
+    def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
+        meshes, device = cls.placement.meshes, cls.placement.device
+        # None is the host: where a CPU computes, and where offloaded parameters live between uses.
+        on_host = cls.placement.parallel.cpu_offload or not device.is_accelerator
+        home = None if on_host else device.torch_device
+        return distributed_config, home, TransformersDeviceMesh(meshes.dense, meshes.expert)
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        model.config.distributed_config = distributed_config
+        model._mesh_manager = mesh_manager
+        model._device_mesh = mesh_manager.get_mesh(("pp", "fsdp", "tp"))
+        model._is_distributed_loading_by_transformers = True
+        model._tp_size, model._fsdp_size = distributed_config.tp_size, distributed_config.fsdp_size
+        placement = cls.placement
+        # FSDP has to see a tied weight as one parameter of two modules; the loader ties it once more.
+        model.tie_weights(recompute_mapping=False)
+        return apply_parallelism(model, placement.parallel, placement.meshes, placement.device)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        doc_lens: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """The sum of the cross entropy over labelled positions, fp32 [].
+
+        ``input_ids``, ``position_ids``, ``labels`` are [1, T]; labels are targets, shifted already, -100 where nothing
+        is trained. Logits exist at labelled positions only. With ``labels`` None: all logits [1, T, V].
+        """
+        keep = torch.nonzero(labels[0] != -100).squeeze(-1) if labels is not None else 0
+        extra: dict[str, Any] = {"doc_lens": doc_lens} if doc_lens is not None else {}
+        keeps = "logits_to_keep" in _parameters(type(self).__mro__[2])
+        if keeps:
+            extra["logits_to_keep"] = keep
+        outputs = super().forward(  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra
+        )
+        if labels is None:
+            return outputs.logits
+        assert isinstance(keep, torch.Tensor)
+        logits = outputs.logits[0] if keeps else outputs.logits[0].index_select(0, keep)
+        return F.cross_entropy(logits.float(), labels[0].index_select(0, keep), reduction="sum")
+
+
+def _parameters(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def base_class(config: PreTrainedConfig, source: str, *, trust_remote_code: bool) -> type[PreTrainedModel]:
+    """The class that AutoModelForCausalLM would make.
+
+    Raises:
+        UserError: transformers carries no causal language model of this type.
+    """
+    auto_map = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and "AutoModelForCausalLM" in auto_map:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], source)
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise UserError(
+            f"model.model_name_or_path: {source} is a {config.model_type!r} model, and transformers has no causal "
+            "language model of that type"
+        )
+    found = mapping[type(config)]
+    if isinstance(found, tuple):
+        named = [cls for cls in found if cls.__name__ in (config.architectures or [])]
+        found = (named or list(found))[0]
+    return found
+
+
+def trainable_class(base: type[PreTrainedModel], placement: Placement) -> type[PreTrainedModel]:
+    """``base`` with our three methods. It keeps the name and module, which end in the exported config."""
+    return type(base.__name__, (TrainableCausalLM, base), {"__module__": base.__module__, "placement": placement})

@@ -1,0 +1,56 @@
+"""May the documents of a micro-batch share one forward of this architecture?
+
+Some architectures leak from one document to the next whatever the attention does (linear attention, convolutions,
+alibi ...). So two conditions must hold: the family is on the list that was measured, and a self-test at start finds two
+packed documents equal to each alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+# Measured packed against alone, with the documents attention: difference below 1e-5.
+MEASURED = frozenset(
+    "cohere2 deepseek_v3 falcon gemma3_text glm4 glm4_moe gpt2 gpt_neox llama mistral mixtral olmo2 phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 starcoder2".split()
+)
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def refusal(config: Any) -> str | None:
+    """Why this config's documents may not share a forward; None when they may (if the self-test agrees)."""
+    if config.model_type not in MEASURED:
+        return f"{config.model_type} is not on the list of architectures measured to keep documents apart"
+    if getattr(config, "alibi", False):
+        return "alibi positions come from the mask"
+    other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    return f"its layers include {', '.join(sorted(other))}" if other else None
+
+
+@torch.no_grad()
+def leak(model: Any, *, vocab_size: int, device: torch.device) -> float:
+    """The self-test: largest difference of packed and separate logits, relative to the largest logit.
+
+    Two documents of 7 and 5 tokens. Every rank must call it, as each forward gathers parameters.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab_size, (1, 12), generator=generator).to(device)
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None].to(device)
+    was_training = model.training
+    model.eval()
+    try:
+        packed = model(input_ids=tokens, position_ids=positions, doc_lens=(7, 5)).float()
+        first = model(input_ids=tokens[:, :7], position_ids=positions[:, :7], doc_lens=(7,)).float()
+        second = model(input_ids=tokens[:, 7:], position_ids=positions[:, 7:], doc_lens=(5,)).float()
+    finally:
+        model.train(was_training)
+        # A forward without a backward leaves modules gathered, the root for one; whoever lists the parameters next
+        # (the optimizer) must find the sharded ones.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    alone = torch.cat([first, second], dim=1)
+    return ((packed - alone).abs().max() / alone.abs().max().clamp_min(1e-12)).item()

@@ -1,0 +1,51 @@
+"""The start-up table, read from live tensors: what is stored, trained, computed, reduced and exported, and how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardyard.config.layout import Layout
+from shardyard.models.build import BuiltModel
+
+
+def startup_table(built: BuiltModel, layout: Layout, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Lines of the table. Bytes are this rank's, before the first step; the optimizer's are those of its two moments."""
+    parameters = list(built.model.parameters())
+    total = sum(p.numel() for p in parameters)
+    trainable = [p for p in parameters if p.requires_grad]
+    held = sum(_local(p).numel() * p.element_size() for p in parameters)
+    moments = 2 * sum(_local(p).numel() * p.element_size() for p in trainable)
+    yield f"{'parameters':<22}{total:,}"
+    yield f"{'trainable':<22}{sum(p.numel() for p in trainable):,}"
+    yield f"{'bytes per rank':<22}{_mib(held)} parameters, {_mib(held)} gradients, {_mib(moments)} optimizer"
+    if layout.dp_replicate > 1:
+        spared = total * 4 // layout.world_size
+        yield (
+            f"{'hybrid sharding':<22}{layout.dp_replicate} replicas cost each rank {_mib(held - spared)} of parameters more "
+            f"than sharding over all {layout.world_size} ranks"
+        )
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    yield f"{'dtype of storage':<22}{dtypes}"
+    yield f"{'dtype of compute':<22}{_name(built.precision.compute)}"
+    yield f"{'dtype of reduction':<22}{_name(built.precision.reduce)}"
+    yield f"{'dtype of optimizer':<22}{dtypes} ({type(optimizer).__name__})"
+    yield f"{'dtype of export':<22}{export_dtype(built)}"
+
+
+def export_dtype(built: BuiltModel) -> str:
+    return str(getattr(built.config, "dtype", None) or "float32").removeprefix("torch.")
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,179 @@
+"""One update: the loss of a global batch, its gradients, the step of the optimizer.
+
+The loss is a sum over labelled tokens divided by their number in the *global* batch, whatever the split into
+micro-batches and ranks. It is normalised here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardyard.data.types import IGNORE_INDEX, MicroBatch
+from shardyard.device import Device, ProcessGroup
+from shardyard.optim import clip_gradients, owned_square_sum, set_lr
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know after an update. ``loss`` is per labelled token; memory is the largest of any rank, bytes."""
+
+    loss: float
+    grad_norm: float
+    num_labelled: int
+    num_tokens: int
+    memory_allocated: int
+    memory_reserved: int
+    skipped: str | None = None
+    """Why the optimizer did not move; None when it did."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or Inf; raised before the optimizer moves."""
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Agreed by all ranks before the first forward of a step."""
+
+    labelled: int
+    tokens: int
+    forwards: tuple[int, ...]
+    """Forwards per micro-batch: the largest number of any rank, so that collectives match."""
+
+
+class TrainStep:
+    """Runs one `StepBatch` share through model and optimizer.
+
+    Two small collectives a step: one of counts before the forwards, one of loss, norm and memory after the backwards.
+    Gradients are reduced once, in the backward of the last forward.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        group: ProcessGroup,
+        device: Device,
+        *,
+        dp_size: int,
+        max_grad_norm: float,
+        on_nonfinite: str = "stop",
+        packed: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.optimizer, self.group, self.device = model, optimizer, group, device
+        self.dp_size, self.max_grad_norm, self.on_nonfinite = dp_size, max_grad_norm, on_nonfinite
+        self.packed, self.seed = packed, seed
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
+        """Update number ``step`` (from 1) with learning rate ``lr``.
+
+        Raises:
+            NonFiniteError: with ``on_nonfinite`` "stop", on every rank.
+        """
+        counts = self._agree(micro_batches)
+        if counts.labelled == 0:
+            return StepResult(0.0, 0.0, 0, counts.tokens, *self.device.peak_memory(), "no token in it has a label")
+        # The randomness of a step (dropout) follows from seed, step and rank: resuming needs no generator state.
+        self.device.seed(step_seed(self.seed, step, self.group.rank))
+        losses = self._forward_backward(micro_batches, counts)
+        result, faults = self._conclude(losses, counts)
+        if faults:
+            self.optimizer.zero_grad(set_to_none=True)
+            message = self._describe(faults, micro_batches, step)
+            if self.on_nonfinite == "stop":
+                raise NonFiniteError(message)
+            return StepResult(**{**result.__dict__, "skipped": message})
+        clip_gradients(self.parameters, result.grad_norm, self.max_grad_norm)
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def _agree(self, micro_batches: Sequence[MicroBatch]) -> _Counts:
+        documents = [1 if self.packed else len(batch.doc_lens) for batch in micro_batches]
+        labelled = sum(batch.num_labelled for batch in micro_batches)
+        tokens = sum(batch.num_tokens for batch in micro_batches)
+        rows = self.group.gather([labelled, tokens, *documents])
+        return _Counts(
+            labelled=int(rows[:, 0].sum()), tokens=int(rows[:, 1].sum()), forwards=tuple(rows[:, 2:].max(0).values.int().tolist())
+        )  # fmt: skip
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], counts: _Counts) -> list[torch.Tensor]:
+        """Loss sums, one per micro-batch. FSDP averages gradients over ``dp_size`` ranks, which the factor undoes."""
+        factor = self.dp_size / counts.labelled
+        losses = []
+        last = len(micro_batches) - 1
+        for index, (batch, forwards) in enumerate(zip(micro_batches, counts.forwards, strict=True)):
+            parts = self._parts(batch, forwards)
+            losses.append(torch.zeros((), device=self.device.torch_device, dtype=torch.float64))
+            for number, part in enumerate(parts):
+                self.model.set_requires_gradient_sync(index == last and number == len(parts) - 1)
+                loss = self.model(**part)
+                (loss * factor).backward()
+                losses[-1] += loss.detach()
+        return losses
+
+    def _parts(self, batch: MicroBatch, forwards: int) -> list[dict[str, Any]]:
+        """The forwards of a micro-batch: one, or one a document; short of ``forwards``, fillers without a label."""
+        device = self.device.torch_device
+        ids, labels, positions = (
+            tensor.to(device, non_blocking=True)[None]
+            for tensor in (batch.input_ids, batch.labels, batch.position_ids)
+        )
+        if self.packed:
+            return [{"input_ids": ids, "labels": labels, "position_ids": positions, "doc_lens": batch.doc_lens}]
+        columns = zip(ids.split(batch.doc_lens, 1), labels.split(batch.doc_lens, 1),
+                      positions.split(batch.doc_lens, 1), strict=True)  # fmt: skip
+        parts = [{"input_ids": i, "labels": y, "position_ids": p} for i, y, p in columns]
+        filler = {
+            "input_ids": ids[:, :1],
+            "labels": torch.full_like(labels[:, :1], IGNORE_INDEX),
+            "position_ids": torch.zeros_like(positions[:, :1]),
+        }
+        return parts + [filler] * (forwards - len(parts))
+
+    def _conclude(self, losses: list[torch.Tensor], counts: _Counts) -> tuple[StepResult, dict[int, int | None]]:
+        """Loss and norm over all ranks; and the ranks at fault -> their first bad micro-batch (None: the gradient)."""
+        per_batch = torch.stack(losses).cpu()
+        finite = torch.isfinite(per_batch)
+        first_bad = -1 if bool(finite.all()) else int((~finite).int().argmax())
+        square = float(owned_square_sum(self.parameters, self.group.rank))
+        rows = self.group.gather([float(per_batch.sum()), square, first_bad, *self.device.peak_memory()])
+        # Ranks that share a batch (tensor parallel) would count it more than once; data parallel ranks are all there is.
+        loss = float(rows[:, 0].sum()) / counts.labelled
+        norm = math.sqrt(total) if (total := float(rows[:, 1].sum())) >= 0 else math.nan
+        result = StepResult(
+            loss, norm, counts.labelled, counts.tokens, int(rows[:, 3].max()), int(rows[:, 4].max())
+        )
+        bad: dict[int, int | None] = {r: int(b) for r, b in enumerate(rows[:, 2].tolist()) if b >= 0}
+        if not bad and not math.isfinite(norm):
+            bad = {r: None for r, square in enumerate(rows[:, 1].tolist()) if not math.isfinite(square)}
+        return result, bad
+
+    def _describe(self, faults: dict[int, int | None], micro_batches: Sequence[MicroBatch], step: int) -> str:
+        ids = self.group.gather_objects([batch.sample_ids for batch in micro_batches])
+        if any(index is not None for index in faults.values()):
+            where = "; ".join(
+                f"rank {rank}, micro-batch {index + 1}, samples {list(ids[rank][index])}"
+                for rank, index in faults.items()
+                if index is not None
+            )
+            return f"step {step}: the loss is NaN or Inf on {where}"
+        samples = "; ".join(f"rank {rank}: {[s for batch in share for s in batch]}" for rank, share in enumerate(ids))
+        ranks = ", ".join(map(str, faults))
+        return (
+            f"step {step}: the loss is finite but the gradient is NaN or Inf (in the shards of rank {ranks}); the "
+            f"samples of this step are {samples}"
+        )
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """A seed of its own for each (run, step, rank)."""
+    return (seed * 1_000_003 + step * 8191 + rank) % 2**63

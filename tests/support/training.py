@@ -1,0 +1,128 @@
+"""The step without the data layer: rows in, losses, gradients and weights out, on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCAB_SIZE = 199
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a case varies. The defaults are the reference: one rank, one micro-batch."""
+
+    accumulation: int = 1
+    parallel: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    steps: int = 5
+    packed: bool | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    first_grads: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+
+def make_rows(count: int = 16, seed: int = 0, empty: int = 5) -> list[tuple[list[int], list[int]]]:
+    """(input_ids, labels) of unequal length with very uneven labels; row ``empty`` has no labelled token at all."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        length = int(rng.integers(3, 40))
+        ids = rng.integers(3, VOCAB_SIZE, length)
+        labels = np.append(ids[1:], -100)
+        prompt = length if index == empty else int(rng.integers(0, length - 1))
+        labels[:prompt] = -100
+        rows.append((ids.tolist(), labels.tolist()))
+    return rows
+
+
+def samples_of(rows: list[tuple[list[int], list[int]]]) -> list[Any]:
+    from shardyard.data.types import Sample
+
+    return [Sample(np.array(ids, np.int32), np.array(labels, np.int32), (len(ids),)) for ids, labels in rows]
+
+
+def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
+    """(model, TrainStep, meshes) on the ranks of the running process group."""
+    import torch.distributed as dist
+
+    from shardyard.config import ModelConfig, ParallelConfig, TrainingConfig
+    from shardyard.config.layout import resolve_layout
+    from shardyard.device import Device, ProcessGroup
+    from shardyard.models import Placement, build_model, load_model_config
+    from shardyard.optim import build_optimizer
+    from shardyard.parallel import build_meshes
+    from shardyard.train.step import TrainStep
+
+    options = ModelConfig(model_name_or_path=str(folder), **recipe.model)
+    parallel = ParallelConfig(**recipe.parallel)
+    training = TrainingConfig(output_dir="unused", **recipe.training)
+    device = Device("cpu")
+    meshes = build_meshes(resolve_layout(parallel, dist.get_world_size()), "cpu")
+    built = build_model(
+        options, load_model_config(options, folder), folder, Placement(parallel, meshes, device), seed=training.seed
+    )
+    group = ProcessGroup(dist.HashStore(), dist.get_rank(), dist.get_world_size())
+    step = TrainStep(
+        built.model, build_optimizer(built.model, training), group, device,
+        dp_size=meshes.dp_size, max_grad_norm=training.max_grad_norm, on_nonfinite=training.on_nonfinite,
+        packed=built.unpacked is None if recipe.packed is None else recipe.packed, seed=training.seed,
+    )  # fmt: skip
+    return built, step, meshes
+
+
+def micro_batches_of(rows: Any, accumulation: int, dp_rank: int, dp_size: int) -> list[Any]:
+    from shardyard.data.batches import collate
+
+    samples = samples_of(rows)
+    mine = list(range(len(rows)))[dp_rank::dp_size]
+    size = -(-len(rows) // (dp_size * accumulation))
+    pieces = [mine[i * size : (i + 1) * size] for i in range(accumulation)]
+    return [collate([samples[i] for i in piece], piece, 0) for piece in pieces]
+
+
+def train_rows(folder: Path, rows: Any, recipe: Recipe) -> Outcome | None:
+    """Run on every rank; rank 0 returns the outcome, with gradients of the first step before clipping."""
+    import torch.distributed as dist
+
+    built, step, meshes = build_step(folder, recipe)
+    batches = micro_batches_of(rows, recipe.accumulation, meshes.dp_rank, meshes.dp_size)
+    counts = step._agree(batches)
+    step.device.seed(0)
+    step._forward_backward(batches, counts)
+    grads = whole({n: p.grad for n, p in built.model.named_parameters() if p.grad is not None})
+    step.optimizer.zero_grad(set_to_none=True)
+    results = [step(batches, step=k, lr=1e-2) for k in range(1, recipe.steps + 1)]
+    weights = whole(dict(built.model.named_parameters()))
+    if dist.get_rank() != 0:
+        return None
+    return Outcome([r.loss for r in results], [r.grad_norm for r in results], grads, weights)
+
+
+def whole(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Every tensor gathered, as NumPy."""
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().numpy() for name, t in tensors.items()
+    }
+
+
+def largest_relative_difference(ours: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> float:
+    """max over tensors of max|difference| / max|reference|; infinite when the names differ."""
+    if ours.keys() != reference.keys():
+        return float("inf")
+    worst = 0.0
+    for name, wanted in reference.items():
+        scale = np.abs(wanted).max()
+        worst = max(worst, float(np.abs(ours[name] - wanted).max() / (scale if scale > 0 else 1.0)))
+    return worst
