@@ -1,0 +1,80 @@
+"""Settings whose feature comes with a later release; the release that brings it takes its row out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Later:
+    """A setting that is refused away from its default, or only at the values ``refused``."""
+
+    feature: str
+    refused: tuple[object, ...] = ()
+
+    def refuses(self, value: object, default: object) -> bool:
+        """Whether ``value`` asks for what is not there yet."""
+        return value in self.refused if self.refused else value != default
+
+
+_QUANT = "low-precision training"
+_TOKENS = "adding tokens to a model"
+_HUBS = "downloads from other hubs"
+_PACKING = "packing"
+_MIX = "mixing datasets by probability"
+_STREAM = "streaming"
+_VALIDATION = "validation during training"
+_MEGATRON = "Megatron's indexed data"
+_PLACEMENT = "choosing the sharded dimension"
+_PROFILE = "profiling"
+
+LATER: dict[str, Later] = {
+    "model.resize_vocab": Later(_TOKENS),
+    "model.add_tokens": Later(_TOKENS),
+    "model.add_special_tokens": Later(_TOKENS),
+    "model.new_special_tokens_config": Later(_TOKENS),
+    "model.init_special_tokens": Later(_TOKENS),
+    "model.ms_hub_token": Later(_HUBS),
+    "model.om_hub_token": Later(_HUBS),
+    "model.quant_recipe_name": Later(_QUANT),
+    "model.quant_apply_modules": Later(_QUANT),
+    "model.quant_ignored_modules": Later(_QUANT),
+    "model.quant_converters": Later(_QUANT),
+    "model.enable_fsdp_low_precision_all_gather": Later(_QUANT),
+    "model.fsdp_low_precision_all_gather_mode": Later(_QUANT),
+    "data.eval_dataset": Later(_VALIDATION),
+    "data.val_size": Later(_VALIDATION),
+    "data.eval_on_each_dataset": Later(_VALIDATION),
+    "data.eval_num_beams": Later("evaluation by generation"),
+    "data.streaming": Later(_STREAM),
+    "data.mix_strategy": Later(_MIX),
+    "data.interleave_probs": Later(_MIX),
+    "data.packing": Later(_PACKING),
+    "data.neat_packing": Later(_PACKING),
+    "data.cross_document_attention": Later(_PACKING),
+    "data.split": Later(_VALIDATION),
+    "data.create_attention_mask_in_dataloader": Later(_MEGATRON),
+    "data.no_shared_storage": Later(_MEGATRON),
+    "parallel.tp_size": Later("tensor parallelism"),
+    "parallel.ep_size": Later("expert parallelism"),
+    "parallel.ep_fsdp_size": Later("expert parallelism"),
+    "parallel.cp_size": Later("context parallelism"),
+    "parallel.recompute": Later("selective recomputation", ("selective",)),
+    "parallel.shard_placement_fn": Later(_PLACEMENT),
+    "parallel.efsdp_shard_placement_fn": Later(_PLACEMENT),
+    "parallel.param_dtype": Later("fp16, with its loss scaler,", ("fp16",)),
+    "parallel.reduce_dtype": Later("fp16, with its loss scaler,", ("fp16",)),
+    "parallel.enable_chunk_batch": Later("running modules over pieces of a micro-batch"),
+    "training.optimizer": Later("the Muon optimizer", ("muon",)),
+    "training.indexer_loss_coeff": Later("the sparse-attention indexer's loss"),
+    "training.router_aux_loss_coef": Later("the load-balancing loss"),
+    "training.mtp_loss_scaling_factor": Later("multi-token prediction"),
+    "training.calculate_per_token_loss": Later("choosing another loss average"),
+    "training.save_async": Later("saving while training goes on"),
+    "training.profile": Later(_PROFILE),
+    "optimization.fix_router": Later("a fixed router"),
+    "optimization.pre_tokens": Later("windows of fused attention"),
+    "optimization.next_tokens": Later("windows of fused attention"),
+    "optimization.gdn_chunk_size": Later("the gated delta rule's operators"),
+}
+"""``section.key`` -> what the setting will bring."""

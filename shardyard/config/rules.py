@@ -1,0 +1,258 @@
+"""What single values cannot show: pairs that exclude each other, settings without effect, later features."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardyard.config.later import LATER
+from shardyard.config.schema import FIELDS, Config, get
+from shardyard.config.sections.base import Switch
+from shardyard.config.source import Notes, Place
+
+SWITCHES = tuple(path for path, info in FIELDS.items() if info.annotation == Switch)
+_DSA = ("use_sparse_flash_attn", "use_fused_lightning_indexer", "use_fused_lightning_indexer_loss")
+_DSA_IDS = ("dsv32", "deepseek_v32", "deepseek_v4")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A configuration with what its rules need: where its values were set, and where to report."""
+
+    config: Config
+    places: Mapping[str, Place]
+    """``section.key`` of each value that the user set."""
+    notes: Notes
+
+    def value(self, path: str) -> Any:
+        return get(self.config, path)
+
+    def changed(self, path: str) -> bool:
+        """Whether the value differs from the default."""
+        return self.value(path) != FIELDS[path].get_default()
+
+    def fault(self, paths: tuple[str, ...], text: str) -> None:
+        """Report at the first of ``paths`` that the user set, unless one of them has a fault already."""
+        if not self.notes.faulty_paths().intersection(paths):
+            shown = next((path for path in paths if path in self.places), paths[0])
+            self.notes.fault(self.places.get(shown, Place()), shown, text)
+
+    def warn(self, path: str, text: str) -> None:
+        self.notes.warn(self.places.get(path), path, text)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A default that follows another setting."""
+
+    value: Any
+    source: str
+
+
+def apply_rules(checked: Checked) -> dict[str, Derived]:
+    """Run every rule; faults and warnings go to ``checked.notes``.
+
+    Returns:
+        The defaults that follow another setting in this run.
+    """
+    _refuse_later(checked)
+    _check_stage(checked)
+    _check_data(checked)
+    _check_run(checked)
+    _check_operators(checked)
+    _warn_without_effect(checked)
+    return _derive(checked)
+
+
+def _refuse_later(checked: Checked) -> None:
+    for path, later in LATER.items():
+        value = checked.value(path)
+        default = FIELDS[path].get_default()
+        if later.refuses(value, default):
+            rest = "another value" if later.refused else f"its default, {show(default)}"
+            checked.fault(
+                (path,),
+                f"{show(value)} asks for {later.feature} which comes with a later release; use {rest}",
+            )
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in the YAML."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"[{', '.join(map(show, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _check_stage(checked: Checked) -> None:
+    pair = ("training.stage", "data.data_manager_type")
+    found = tuple(checked.value(path) for path in pair)
+    if found == ("pt", "lf"):
+        checked.fault(
+            pair,
+            "training.stage pt with data.data_manager_type lf (conversations) comes with a later release; "
+            "set data.data_manager_type: mg",
+        )
+    elif found == ("sft", "mg"):
+        checked.fault(
+            pair,
+            "training.stage sft with data.data_manager_type mg (a token stream) comes with a later release; "
+            "set training.stage: pt for pretraining, or data.data_manager_type: lf",
+        )
+
+
+def _check_data(checked: Checked) -> None:
+    data = checked.config.data
+    if data.train_on_prompt and data.mask_history:
+        checked.fault(
+            ("data.train_on_prompt", "data.mask_history"),
+            "data.train_on_prompt and data.mask_history exclude each other; keep one",
+        )
+    if data.reset_attention_mask and not data.append_eod:
+        checked.fault(
+            ("data.reset_attention_mask", "data.append_eod"),
+            "data.reset_attention_mask needs data.append_eod: true, which marks where a document ends",
+        )
+    if data.dataset is None:
+        checked.warn("data.dataset", "not set; training needs it")
+
+
+def _check_run(checked: Checked) -> None:
+    training = checked.config.training
+    if training.max_steps == 0:
+        checked.fault(
+            ("training.max_steps",), "0 would train nothing; give a number of updates, or -1 for epochs"
+        )
+    if (
+        training.warmup_steps is not None
+        and training.warmup_ratio > 0
+        and "training.warmup_ratio" in checked.places
+    ):
+        checked.fault(
+            ("training.warmup_steps", "training.warmup_ratio"),
+            "training.warmup_steps and training.warmup_ratio are both set; keep one",
+        )
+    if "training.min_lr" in checked.places and training.min_lr > training.lr:
+        checked.fault(
+            ("training.min_lr", "training.lr"),
+            f"training.min_lr {training.min_lr:g} is above training.lr {training.lr:g}; lower it",
+        )
+    resume = training.resume_from_checkpoint
+    if training.overwrite_output_dir and resume is not None:
+        inside = os.path.realpath(resume).startswith(os.path.realpath(training.output_dir) + os.sep)
+        if resume == "latest" or inside:
+            checked.fault(
+                ("training.overwrite_output_dir", "training.resume_from_checkpoint"),
+                "training.overwrite_output_dir would move away the run that training.resume_from_checkpoint "
+                "goes on from; keep one",
+            )
+
+
+def _check_operators(checked: Checked) -> None:
+    optimization = checked.config.optimization
+    model_id = checked.config.model.model_id or ""
+    if optimization.use_flash_gdn is True and optimization.use_triton_gdn is True:
+        checked.fault(
+            ("optimization.use_flash_gdn", "optimization.use_triton_gdn"),
+            "optimization.use_flash_gdn and optimization.use_triton_gdn exclude each other; keep one",
+        )
+    families = {f"optimization.{key}": (*_DSA_IDS, "glm5...") for key in _DSA}
+    families |= {f"optimization.use_{key}": ("deepseek_v4",) for key in ("ascend_mhc", "triton_swiglu_limit")}
+    for path in SWITCHES:
+        if checked.value(path) is not True:
+            continue
+        ids = families.get(path, (model_id,))
+        if model_id in ids or ("glm5..." in ids and model_id.startswith("glm5")):
+            checked.warn(path, "uses the plain path until the speed release")
+        else:
+            checked.fault(
+                (path, "model.model_id"), f"is for model.model_id {', '.join(ids)} only; leave it at auto"
+            )
+    if optimization.chunk_loss_size is not None:
+        checked.warn("optimization.chunk_loss_size", "uses the plain path until the speed release")
+
+
+_NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = (
+    (
+        lambda config: not config.parallel.recompute,
+        "parallel.recompute is false",
+        ("parallel.recompute_modules",),
+    ),
+    (
+        lambda config: config.parallel.cp_size == 1,
+        "parallel.cp_size is 1",
+        ("parallel.cp_type",),
+    ),
+    (
+        lambda config: config.parallel.ep_size == 1,
+        "parallel.ep_size is 1",
+        ("parallel.ep_modules", "parallel.ep_fsdp_modules", "parallel.ep_dispatcher"),
+    ),
+    (
+        lambda config: config.parallel.tp_size == 1,
+        "parallel.tp_size is 1",
+        ("parallel.tp_colwise", "parallel.tp_rowwise"),
+    ),
+    (
+        lambda config: not config.parallel.enable_chunk_batch,
+        "parallel.enable_chunk_batch is false",
+        tuple(path for path in FIELDS if path.startswith("parallel.chunk_mbs")),
+    ),
+    (
+        lambda config: not config.training.profile,
+        "training.profile is false",
+        tuple(path for path in FIELDS if path.startswith("training.profile_")),
+    ),
+    (
+        lambda config: config.training.dataloader_num_workers == 0,
+        "training.dataloader_num_workers is 0",
+        ("training.dataloader_prefetch_factor", "training.dataloader_persistent_workers"),
+    ),
+    (
+        lambda config: config.training.lr_scheduler_type == "constant",
+        "training.lr_scheduler_type is constant",
+        ("training.min_lr",),
+    ),
+    (
+        lambda config: not config.data.streaming,
+        "data.streaming is false",
+        ("data.buffer_size",),
+    ),
+    (
+        lambda config: config.training.stage == "pt",
+        "training.stage is pt",
+        tuple(
+            f"data.{key}"
+            for key in ("train_on_prompt", "mask_history", "tool_format", "default_system", "enable_thinking")
+        ),
+    ),
+    (
+        lambda config: config.training.stage == "sft",
+        "training.stage is sft",
+        ("data.append_eod", "data.reset_attention_mask"),
+    ),
+)
+"""(condition, the condition in words, settings that then do nothing)."""
+
+
+def _warn_without_effect(checked: Checked) -> None:
+    for holds, reason, paths in _NO_EFFECT:
+        for path in paths if holds(checked.config) else ():
+            if checked.changed(path):
+                checked.warn(path, f"has no effect while {reason}")
+
+
+def _derive(checked: Checked) -> dict[str, Derived]:
+    training = checked.config.training
+    derived: dict[str, Derived] = {}
+    if training.warmup_steps is not None and "training.warmup_ratio" not in checked.places:
+        derived["training.warmup_ratio"] = Derived(0.0, "training.warmup_steps")
+    if training.min_lr > training.lr and "training.min_lr" not in checked.places:
+        derived["training.min_lr"] = Derived(training.lr, "training.lr")
+        if training.lr_scheduler_type != "constant":
+            checked.warn(
+                "training.min_lr",
+                f"the default {training.min_lr:g} is above training.lr {training.lr:g}; training.lr is used",
+            )
+    return derived

@@ -1,0 +1,1 @@
+"""The sections of the YAML, one module each."""

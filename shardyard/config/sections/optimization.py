@@ -1,0 +1,52 @@
+"""``optimization``: which operator implementations run."""
+
+from __future__ import annotations
+
+from shardyard.config.sections.base import Section, Switch, setting
+
+
+def _switch(meaning: str, zh: str) -> Switch:
+    return setting("auto", meaning, zh)
+
+
+class OptimizationConfig(Section):
+    """Operator switches: ``auto`` takes the fast one where it exists and passes its check."""
+
+    use_fused_rmsnorm: Switch = _switch("Fused RMSNorm.", "融合 RMSNorm。")
+    moe_grouped_gemm: Switch = _switch("Grouped matrix product of the experts.", "专家分组矩阵乘。")
+    use_fused_rotary_pos_emb: Switch = _switch("Fused rotary position embedding.", "融合旋转位置编码。")
+    use_flash_attn: Switch = _switch("Fused attention.", "融合注意力。")
+    use_sparse_flash_attn: Switch = _switch("Sparse attention of the DSA families.", "DSA 系列的稀疏注意力。")
+    use_fused_lightning_indexer: Switch = _switch(
+        "Fused indexer of the DSA families.", "DSA 系列的融合索引器。"
+    )
+    use_fused_lightning_indexer_loss: Switch = _switch(
+        "Fused indexer loss of the DSA families.", "DSA 系列的融合索引器损失。"
+    )
+    use_ascend_mhc: Switch = _switch(
+        "Ascend operators of DeepSeek-V4's hyper-connections.", "DeepSeek-V4 超连接的昇腾算子。"
+    )
+    use_triton_swiglu_limit: Switch = _switch(
+        "Triton SwiGLU with a limit, of DeepSeek-V4.", "DeepSeek-V4 的带限幅 Triton SwiGLU。"
+    )
+    use_triton_gdn: Switch = _switch("Gated delta rule in Triton.", "Triton 门控 delta 规则。")
+    use_flash_gdn: Switch = _switch("Gated delta rule, fused.", "融合门控 delta 规则。")
+    use_triton_rmsnormgated: Switch = _switch("Gated RMSNorm in Triton.", "Triton 门控 RMSNorm。")
+    fix_router: bool = setting(
+        False,
+        "Send tokens to experts in a fixed order, for measuring speed only.",
+        "固定的专家路由，仅用于测速。",
+    )
+    pre_tokens: int = setting(
+        1048576, "Window of fused attention before a token.", "融合注意力的前向窗口。", ge=0
+    )
+    next_tokens: int = setting(0, "Window of fused attention after a token.", "融合注意力的后向窗口。", ge=0)
+    gdn_chunk_size: int = setting(
+        64, "Chunk length of the gated delta rule.", "门控 delta 规则的块长。", ge=1
+    )
+    chunk_loss_size: int | None = setting(
+        None,
+        "Tokens whose logits exist at a time in the loss; null keeps all labelled ones.",
+        "计算损失时同时保留 logits 的词元数；null 表示全部有标签的词元。",
+        ge=1,
+    )

@@ -1,0 +1,163 @@
+"""``training``: the run: steps, optimizer, schedule, saving, logging."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shardyard.config.sections.base import Section, setting
+
+
+class TrainingConfig(Section):
+    """The run."""
+
+    output_dir: str = setting(
+        ...,
+        "Folder of the run: checkpoints, metrics, the resolved config and the exported model.",
+        "运行目录：检查点、指标、最终配置与导出的模型。",
+        path=True,
+    )
+    deterministic: bool = setting(
+        True, "Same numbers every time, at some cost in speed.", "确定性计算，速度略有下降。"
+    )
+    optimizer: Literal["adamw", "muon", "fused_adamw"] = setting("adamw", "The optimizer.", "优化器。")
+    lr: float = setting(1e-5, "Peak learning rate.", "峰值学习率。", ge=0)
+    weight_decay: float = setting(0.01, "Weight decay of AdamW.", "AdamW 的权重衰减。", ge=0)
+    adam_beta1: float = setting(0.9, "AdamW's beta 1.", "AdamW 的 beta1。", ge=0, lt=1)
+    adam_beta2: float = setting(0.95, "AdamW's beta 2.", "AdamW 的 beta2。", ge=0, lt=1)
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon.", "AdamW 的 epsilon。", gt=0)
+    max_grad_norm: float = setting(
+        1.0, "Gradients are scaled down to this global norm.", "梯度裁剪的全局范数上限。", gt=0
+    )
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", "Course of the learning rate after warm-up.", "预热后的学习率曲线。"
+    )
+    warmup_ratio: float = setting(
+        0.03,
+        "Share of the updates in which the rate rises to lr; unused with warmup_steps.",
+        "学习率升至 lr 的预热步数占比；设置 warmup_steps 时不使用。",
+        ge=0,
+        lt=1,
+    )
+    min_lr: float = setting(
+        1e-6,
+        "Rate at the last update of the cosine and linear schedules.",
+        "cosine 与 linear 曲线最后一步的学习率。",
+        ge=0,
+    )
+    num_train_epochs: float = setting(
+        3.0,
+        "Passes over the data, fractions allowed; unused with max_steps.",
+        "训练轮数，可为小数；设置 max_steps 时不使用。",
+        gt=0,
+    )
+    max_steps: int = setting(-1, "Number of updates; -1 goes by epochs.", "更新步数;-1 表示按轮数。", ge=-1)
+    gradient_accumulation_steps: int = setting(
+        1, "Micro-batches of an update, on each rank.", "每次更新的微批数（每卡）。", ge=1
+    )
+    disable_shuffling: bool = setting(False, "Keep the order of the data.", "保持数据原有顺序。")
+    seed: int = setting(42, "Seed of everything that is drawn.", "随机种子。", ge=0)
+    indexer_loss_coeff: float = setting(
+        1.0, "Weight of the sparse-attention indexer's loss.", "稀疏注意力索引器损失的系数。", ge=0
+    )
+    router_aux_loss_coef: float = setting(
+        0.0, "Weight of the experts' load-balancing loss.", "专家负载均衡损失的系数。", ge=0
+    )
+    mtp_loss_scaling_factor: float = setting(
+        0.3, "Weight of the multi-token prediction loss.", "多词元预测损失的系数。", ge=0
+    )
+    stage: Literal["pt", "sft"] = setting(
+        "sft", "pt is pretraining, sft is supervised fine-tuning.", "pt 为预训练，sft 为有监督微调。"
+    )
+    calculate_per_token_loss: bool = setting(
+        False,
+        "Kept for the reference's files: the loss is always a mean over the global batch's tokens.",
+        "为兼容参考配置而保留：损失总是全局批次的词元平均。",
+    )
+    save_steps: int = setting(
+        500, "Updates between checkpoints; 0 or less is never.", "检查点间隔步数；≤0 表示不按步保存。"
+    )
+    save_epochs: int = setting(
+        1, "Epochs between checkpoints; 0 is never.", "检查点间隔轮数;0 表示不按轮保存。", ge=0
+    )
+    save_total_limit: int | None = setting(
+        3, "Checkpoints to keep; null or 0 keeps all.", "保留的检查点数；null 或 0 表示全部保留。"
+    )
+    save_only_model: bool = setting(
+        False,
+        "Leave the optimizer out of checkpoints; such a checkpoint cannot resume a run.",
+        "检查点不含优化器；这样的检查点不能续训。",
+    )
+    save_async: bool = setting(False, "Write checkpoints while training goes on.", "异步保存检查点。")
+    save_hf_weights: bool = setting(
+        True,
+        "Export the trained model to output_dir in Hugging Face format.",
+        "以 Hugging Face 格式将模型导出到 output_dir。",
+    )
+    resume_from_checkpoint: str | None = setting(
+        None,
+        "A checkpoint folder `global_step_N` to go on from, or `latest` for the newest in output_dir.",
+        "续训的检查点目录 `global_step_N`，或用 `latest` 取 output_dir 中最新的。",
+        path=True,
+    )
+    logging_steps: int = setting(1, "Updates between log lines.", "日志间隔步数。", ge=1)
+    log_throughput: bool = setting(False, "Log tokens per second.", "记录每秒词元数。")
+    log_cpu_memory: bool = setting(False, "Log the host's memory.", "记录主机内存。")
+    dataloader_num_workers: int = setting(
+        0, "Processes of each rank that prepare batches.", "每卡的数据加载进程数。", ge=0
+    )
+    dataloader_prefetch_factor: int | None = setting(
+        None, "Batches that each such process prepares ahead.", "每个加载进程预取的批数。", ge=1
+    )
+    dataloader_pin_memory: bool = setting(
+        True, "Pin batches in memory for an accelerator.", "为加速卡锁页内存。"
+    )
+    dataloader_persistent_workers: bool = setting(
+        False, "Keep those processes between epochs.", "轮次之间保留加载进程。"
+    )
+    dataloader_drop_last: bool = setting(
+        False, "Drop an epoch's last, incomplete batch.", "丢弃每轮最后不足的批次。"
+    )
+    per_device_train_batch_size: int = setting(
+        8, "Samples of a micro-batch, on each rank.", "每卡微批的样本数。", ge=1
+    )
+    profile: bool = setting(False, "Profile some steps.", "对部分步做性能分析。")
+    profile_step_start: int = setting(0, "First profiled step.", "性能分析起始步。", ge=0)
+    profile_step_end: int = setting(
+        -1, "Step before which profiling ends; -1 is never.", "性能分析结束步（不含）;-1 表示不结束。", ge=-1
+    )
+    profile_ranks: tuple[int, ...] = setting(
+        (-1,), "Ranks that are profiled; -1 is all.", "做性能分析的卡;-1 表示全部。"
+    )
+    profile_level: Literal["level_none", "level0", "level1", "level2"] = setting(
+        "level0", "Detail of an NPU profile.", "NPU 性能分析级别。"
+    )
+    profile_export_type: Literal["text", "db"] = setting(
+        "text", "Format of an NPU profile.", "NPU 性能数据格式。"
+    )
+    profile_data_simplification: bool = setting(
+        False, "Keep only the summary of a profile.", "精简性能数据。"
+    )
+    profile_with_cpu: bool = setting(False, "Profile the CPU side too.", "同时分析 CPU。")
+    profile_with_stack: bool = setting(False, "Record call stacks.", "记录调用栈。")
+    profile_with_memory: bool = setting(False, "Record memory.", "记录内存。")
+    profile_record_shapes: bool = setting(False, "Record tensor shapes.", "记录张量形状。")
+    profile_save_path: str = setting("./profile", "Folder of profiles.", "性能数据目录。", path=True)
+    warmup_steps: int | None = setting(
+        None,
+        "Updates in which the rate rises to lr: update k of W uses lr x k/W. Null goes by warmup_ratio.",
+        "预热步数：第 k 步使用 lr x k/W。null 表示按 warmup_ratio。",
+        ge=0,
+    )
+    decay_norm_and_bias: bool = setting(
+        False, "Apply weight decay to norms and biases too.", "权重衰减也作用于归一化与偏置参数。"
+    )
+    on_nonfinite: Literal["stop", "skip"] = setting(
+        "stop",
+        "At a NaN or infinite loss or gradient: stop the run, or skip the update.",
+        "损失或梯度为 NaN/Inf 时：停止训练，或跳过该步。",
+    )
+    overwrite_output_dir: bool = setting(
+        False,
+        "Move a run that is already in output_dir aside, to `<dir>.old-<time>`; nothing is deleted.",
+        "output_dir 已有运行时，将其移到 `<dir>.old-<时间>`；不删除任何内容。",
+    )
