@@ -13,8 +13,8 @@ class Layout:
     """Sizes of the mesh dimensions.
 
     Dense parameters: ``world_size = pp x dp_replicate x fsdp x tp``; ``cp`` divides ``fsdp``, for the ranks
-    that share a sequence share the parameters too. Experts: ``ep x ep_fsdp`` ranks share them; 1 x 1 means that
-    they are sharded as every other parameter is.
+    that share a sequence share the parameters too. Experts: ``ep x ep_fsdp`` ranks share them; 1 x 1 means
+    that they are sharded as every other parameter is.
     """
 
     world_size: int
@@ -65,10 +65,11 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, pp: int = 1) -> La
             f"{_nearest_divisors(fsdp, cp)}"
         )
     experts = parallel.ep_size * parallel.ep_fsdp_size
-    if (world_size // pp) % experts:
+    stage = world_size // pp
+    if stage % experts:
         raise UserError(
-            f"parallel.ep_size x parallel.ep_fsdp_size: {parallel.ep_size} x {parallel.ep_fsdp_size} = {experts} "
-            f"does not divide the {world_size // pp} ranks; {_nearest_divisors(world_size // pp, experts)}"
+            f"parallel.ep_size x parallel.ep_fsdp_size: {parallel.ep_size} x {parallel.ep_fsdp_size} = "
+            f"{experts} does not divide the {stage} ranks; {_nearest_divisors(stage, experts)}"
         )
     return Layout(
         world_size=world_size,

@@ -133,7 +133,8 @@ def _check_run(checked: Checked) -> None:
             ("training.warmup_steps", "training.warmup_ratio"),
             "training.warmup_steps and training.warmup_ratio are both set; keep one",
         )
-    if "training.min_lr" in checked.places and training.min_lr > training.lr:
+    decays = training.lr_scheduler_type != "constant"
+    if decays and "training.min_lr" in checked.places and training.min_lr > training.lr:
         checked.fault(
             ("training.min_lr", "training.lr"),
             f"training.min_lr {training.min_lr:g} is above training.lr {training.lr:g}; lower it",
@@ -248,11 +249,11 @@ def _derive(checked: Checked) -> dict[str, Derived]:
     derived: dict[str, Derived] = {}
     if training.warmup_steps is not None and "training.warmup_ratio" not in checked.places:
         derived["training.warmup_ratio"] = Derived(0.0, "training.warmup_steps")
-    if training.min_lr > training.lr and "training.min_lr" not in checked.places:
+    decays = training.lr_scheduler_type != "constant"
+    if decays and training.min_lr > training.lr and "training.min_lr" not in checked.places:
         derived["training.min_lr"] = Derived(training.lr, "training.lr")
-        if training.lr_scheduler_type != "constant":
-            checked.warn(
-                "training.min_lr",
-                f"the default {training.min_lr:g} is above training.lr {training.lr:g}; training.lr is used",
-            )
+        checked.warn(
+            "training.min_lr",
+            f"the default {training.min_lr:g} is above training.lr {training.lr:g}; training.lr is used",
+        )
     return derived

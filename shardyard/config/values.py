@@ -291,9 +291,9 @@ def untyped(node: Node) -> Any:
     if node.text in ("true", "True", "TRUE", "false", "False", "FALSE"):
         return node.text.lower() == "true"
     try:
-        if _INTEGER.fullmatch(node.text) or _PREFIXED.fullmatch(node.text):
-            return read_int(node.text)
-        return read_float(node.text)
+        if _INTEGER.fullmatch(node.text):
+            return int(node.text)
+        return read_int(node.text) if _PREFIXED.fullmatch(node.text) else read_float(node.text)
     except ValueFault:
         return node.text
 

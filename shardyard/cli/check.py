@@ -1,0 +1,86 @@
+"""``shardyard check`` and ``shardyard schema``: look at a configuration without running it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from shardyard.config import Config, Loaded, load_config, resolve_layout
+from shardyard.config.explain import explain, find_key
+from shardyard.config.resolved import format_table
+from shardyard.config.schema import get
+from shardyard.errors import UserError
+
+CHECK_HELP = """\
+usage: shardyard check FILE [overrides] [--world-size N] [--explain KEY]
+
+Validates a configuration and prints every value with its origin (default, file:line, command line).
+  --world-size N  also shows how N ranks are arranged, or why they cannot be
+  --explain KEY   describes one setting instead; FILE may be left out
+"""
+
+
+def check(argv: Sequence[str]) -> int:
+    """Validate the configuration of ``argv`` and print it.
+
+    Raises:
+        UserError: the configuration, or an option of this verb, is wrong.
+    """
+    words = list(argv)
+    if {"-h", "--help"}.intersection(words):
+        print(CHECK_HELP, end="")
+        return 0
+    key = _take_option(words, "--explain")
+    world_size = _take_option(words, "--world-size")
+    if key is not None:
+        path = find_key(key)
+        print(explain(path))
+        if words:
+            loaded = load_config(words)
+            print(f"  here: {get(loaded.config, path)!r} ({loaded.origins[path]})")
+        return 0
+    loaded = load_config(words)
+    layout = _layout_line(loaded, world_size) if world_size is not None else ""
+    print(format_table(loaded.config, loaded.origins))
+    for warning in loaded.warnings:
+        print(f"warning: {warning}")
+    if layout:
+        print(layout)
+    print(f"{loaded.file or 'configuration'}: valid")
+    return 0
+
+
+def schema(argv: Sequence[str]) -> int:
+    """Print the JSON schema of the YAML file.
+
+    Raises:
+        UserError: ``argv`` is not empty.
+    """
+    if argv:
+        raise UserError(f"shardyard schema takes no arguments, but got {argv[0]!r}")
+    print(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def _take_option(words: list[str], name: str) -> str | None:
+    """Remove ``name VALUE`` or ``name=VALUE`` from ``words`` and return the value; the last one wins."""
+    value = None
+    for index in reversed([i for i, word in enumerate(words) if word.split("=")[0] == name]):
+        _, equals, text = words[index].partition("=")
+        if not equals and index + 1 == len(words):
+            raise UserError(f"{name} needs a value")
+        found = text if equals else words[index + 1]
+        del words[index : index + (1 if equals else 2)]
+        value = found if value is None else value
+    return value
+
+
+def _layout_line(loaded: Loaded, world_size: str) -> str:
+    if not world_size.isascii() or not world_size.isdigit():
+        raise UserError(f"--world-size: {world_size!r} is not a number of ranks")
+    layout = resolve_layout(loaded.config.parallel, int(world_size))
+    return (
+        f"layout on {layout.world_size} ranks: {layout.dp_replicate} replicas x {layout.fsdp} shards (fsdp) "
+        f"x {layout.tp} tp x {layout.pp} pp, cp {layout.cp}; "
+        f"{layout.data_parallel} ranks read different samples"
+    )
