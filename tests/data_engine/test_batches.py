@@ -193,7 +193,7 @@ class DeadlyStore(list):
 
 def test_a_killed_worker_is_named_with_the_keys_to_turn():
     loader = make_loader(DeadlyStore([make_sample(0)] * 4), make_sampler(4, 2), num_workers=1)
-    with pytest.raises(UserError, match="dataloader_num_workers.*died"):
+    with pytest.raises(UserError, match=r"dataloader_num_workers.*died"):
         list(loader)
 
 

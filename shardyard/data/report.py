@@ -1,0 +1,143 @@
+"""What became of the input: counts by outcome, and one sample decoded with its trained part marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardyard.data.store import SampleBlock
+from shardyard.data.types import IGNORE_INDEX, Sample
+from shardyard.errors import UserError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one batch of rows became; ``dropped`` are (reason, where) in the order of the rows."""
+
+    block: SampleBlock
+    rows: int
+    dropped: Sequence[tuple[str, str]] = ()
+    truncated: int = 0
+    """Rows that were cut to ``data.cutoff_len``."""
+    split: int = 0
+    """Rows that became several samples, one per reply."""
+
+
+@dataclass
+class Dropped:
+    """How many rows were dropped for one reason, and where the first of them is."""
+
+    count: int
+    first: str
+
+
+@dataclass
+class Report:
+    """Counts over the whole input; grows by ``add``, and travels in the store's manifest."""
+
+    unit: str
+    """What a row is called: rows, or documents."""
+    rows: int = 0
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+    truncated: int = 0
+    split: int = 0
+    samples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    shortest: int = 0
+    longest: int = 0
+
+    def add(self, encoded: Encoded) -> None:
+        """Count the rows of a batch and the samples of its block."""
+        self.rows += encoded.rows
+        self.truncated += encoded.truncated
+        self.split += encoded.split
+        for reason, where in encoded.dropped:
+            self.dropped.setdefault(reason, Dropped(0, where)).count += 1
+        self.add_samples(encoded.block)
+
+    def add_samples(self, block: SampleBlock) -> None:
+        """Count samples alone."""
+        if not len(block.lengths):
+            return
+        shortest, longest = int(block.lengths.min()), int(block.lengths.max())
+        self.shortest = min(self.shortest, shortest) if self.samples else shortest
+        self.longest = max(self.longest, longest)
+        self.samples += len(block.lengths)
+        self.tokens += len(block.input_ids)
+        self.trained_tokens += int(np.count_nonzero(block.labels != IGNORE_INDEX))
+
+    def lines(self) -> list[str]:
+        """The table, one line a count."""
+        table: list[tuple[str, str]] = [(f"{self.unit} read", str(self.rows))]
+        for reason, drop in sorted(self.dropped.items(), key=lambda item: -item[1].count):
+            table.append((f"dropped: {reason}", f"{drop.count} (first: {drop.first})"))
+        if self.truncated:
+            table.append(("truncated to data.cutoff_len", str(self.truncated)))
+        if self.split:
+            table.append(("split into one sample per reply", str(self.split)))
+        table.append(("samples", str(self.samples)))
+        table.append(("tokens", str(self.tokens)))
+        share = f" ({100 * self.trained_tokens / self.tokens:.1f} %)" if self.tokens else ""
+        table.append(("trained tokens", f"{self.trained_tokens}{share}"))
+        if self.samples:
+            mean = self.tokens / self.samples
+            table.append(("tokens of a sample", f"{self.shortest} min, {mean:.1f} mean, {self.longest} max"))
+        width = max(len(name) for name, _ in table)
+        return [f"  {name:<{width}}  {value}" for name, value in table]
+
+    def require_training_data(self) -> None:
+        """Raise UserError, with the table, unless something is left to train on."""
+        if self.rows == 0:
+            fault = f"data.dataset: the input has no {self.unit}"
+        elif self.samples == 0:
+            fault = f"data.dataset: none of the {self.rows} {self.unit} became a sample"
+        elif self.trained_tokens == 0:
+            fault = (
+                f"data.dataset: none of the {self.tokens} tokens would be trained (is data.cutoff_len long "
+                f"enough to reach the replies?)"
+            )
+        else:
+            return
+        raise UserError("\n".join([fault, *self.lines()]))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Report:
+        dropped = {reason: Dropped(**drop) for reason, drop in values["dropped"].items()}
+        return cls(**{**values, "dropped": dropped})
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that a preview needs."""
+
+    def decode(self, token_ids: Any, /, *, skip_special_tokens: bool) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One sample for the eye: its text with the trained parts in ``[[ ]]``, its ids and labels."""
+
+    text: str
+    input_ids: list[int]
+    labels: list[int]
+
+
+def preview(sample: Sample, tokenizer: Decoder, max_tokens: int = 1024) -> Preview:
+    """Decode the first ``max_tokens`` of a sample, special tokens included; targets are marked."""
+    input_ids, labels = sample.input_ids[:max_tokens].tolist(), sample.labels[:max_tokens].tolist()
+    trained = [False] + [label != IGNORE_INDEX for label in labels[:-1]]
+    pieces, begin = [], 0
+    for end in range(1, len(input_ids) + 1):
+        if end < len(input_ids) and trained[end] == trained[begin]:
+            continue
+        text = str(tokenizer.decode(input_ids[begin:end], skip_special_tokens=False))
+        pieces.append(f"[[{text}]]" if trained[begin] else text)
+        begin = end
+    cut = len(sample.input_ids) - len(input_ids)
+    return Preview("".join(pieces) + (f" ... ({cut} more tokens)" if cut else ""), input_ids, labels)
