@@ -1,0 +1,51 @@
+"""Where log records go: rank 0 speaks on stdout, the others raise their voice on stderr only to warn."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_FORMAT = "%(levelname)s [%(asctime)s] >> %(message)s"
+_DATE = "%Y-%m-%d %H:%M:%S"
+
+logger = logging.getLogger("shardyard.monitor")
+
+
+def setup_logging(rank: int) -> None:
+    """Send the package's log to stdout on global rank 0; other ranks' warnings, with the rank, to stderr.
+
+    Calling it again replaces what an earlier call set up.
+    """
+    if rank == 0:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setLevel(logging.INFO)
+        handler.setFormatter(logging.Formatter(_FORMAT, _DATE))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setLevel(logging.WARNING)
+        text = _FORMAT.replace("%(message)s", f"rank {rank}: %(message)s")
+        handler.setFormatter(logging.Formatter(text, _DATE))
+    handler.set_name("shardyard")
+    package = logging.getLogger("shardyard")
+    for old in [h for h in package.handlers if h.get_name() == handler.get_name()]:
+        package.removeHandler(old)
+    package.addHandler(handler)
+    package.setLevel(handler.level)
+    package.propagate = False
+
+
+def log_run_start(
+    *,
+    num_examples: int,
+    num_epochs: float,
+    total_batch_size: int,
+    gradient_accumulation_steps: int,
+    total_steps: int,
+) -> None:
+    """The start lines, worded as users of the reference know them; batch sizes are in samples."""
+    logger.info("***** Running training (FSDP2) *****")
+    logger.info("  Num examples = %d", num_examples)
+    logger.info("  Num Epochs = %s", f"{num_epochs:g}")
+    logger.info("  Total Batch Size = %d", total_batch_size)
+    logger.info("  Gradient Accumulation steps = %d", gradient_accumulation_steps)
+    logger.info("  Total optimization steps = %d", total_steps)
