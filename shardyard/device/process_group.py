@@ -31,7 +31,8 @@ class ProcessGroup:
         self.rank = rank
         self.world_size = world_size
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.node_rank = int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "0")))
+        self.node_rank = int(os.environ.get("GROUP_RANK", "0"))
+        self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
     @property
     def is_main(self) -> bool:

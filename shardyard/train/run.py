@@ -13,9 +13,13 @@ import torch
 from shardyard.checkpoint import CheckpointStore, check_exportable, export_hf, prepare_output_dir
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, resolve_layout
-from shardyard.config.resolved import resolved_table, resolved_yaml
-from shardyard.data import BatchLoader, ElasticSampler, TrainData, build_train_data, load_tokenizer
-from shardyard.device import Device, ProcessGroup, detect_device, start_process_group
+from shardyard.config.resolved import dump_yaml, format_table
+from shardyard.data.batches import BatchLoader
+from shardyard.data.build import TrainData, build_train_data
+from shardyard.data.leader import Role
+from shardyard.data.sampler import ElasticSampler
+from shardyard.data.tokenizer import load_tokenizer
+from shardyard.device import Device, ProcessGroup, detect_device, local_ranks, start_process_group
 from shardyard.errors import UserError
 from shardyard.models import BuiltModel, Placement, build_model, load_model_config, resolve_source
 from shardyard.models.table import startup_table
@@ -59,7 +63,8 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup) -> None:
     model_config = load_model_config(config.model, source)
     tokenizer = load_tokenizer(config.model)
     logger.info("> Building DataFactory...")
-    data = build_train_data(config, tokenizer, group, vocab_size=model_config.get_text_config().vocab_size)
+    data = _build_data(config, tokenizer, group)
+    _check_vocabulary(data, model_config.get_text_config().vocab_size)
     logger.info("> Building FSDP2 Model...")
     meshes = build_meshes(layout, device.type)
     placement = Placement(config.parallel, meshes, device)
@@ -130,9 +135,30 @@ def _assemble(
 def _report_config(loaded: Loaded, layout: Layout, device: Device) -> None:
     for warning in loaded.warnings:
         logger.warning(warning)
-    for line in resolved_table(loaded).splitlines():
+    for line in format_table(loaded.config, loaded.origins).splitlines():
         logger.info(line)
     logger.info("%d rank(s) on %s: %s", layout.world_size, device.type, layout)
+
+
+def _build_data(config: Config, tokenizer: Any, group: ProcessGroup) -> TrainData:
+    role = Role.of(
+        rank=group.rank, local_rank=group.local_rank, node_rank=group.node_rank, num_nodes=group.num_nodes,
+        shared_file_system=config.data.data_shared_file_system,
+    )  # fmt: skip
+    data = build_train_data(config, tokenizer, role=role, rendezvous=group, local_ranks=local_ranks())
+    for line in [*data.report.lines(), "training example (trained part in [[ ]]):", *data.preview_text.splitlines()]:
+        logger.info(line)
+    return data
+
+
+def _check_vocabulary(data: TrainData, vocab_size: int) -> None:
+    """An id without an embedding would crash a device kernel, or read another row."""
+    largest = data.report.largest_id
+    if largest >= vocab_size:
+        raise UserError(
+            f"model.tokenizer_name_or_path: the data holds token id {largest}, but the model's vocabulary has "
+            f"{vocab_size} entries; use the tokenizer that belongs to the model"
+        )
 
 
 def _open_output_dir(config: Config) -> str:
@@ -150,7 +176,7 @@ def _open_output_dir(config: Config) -> str:
 def _write_resolved(loaded: Loaded, group: ProcessGroup) -> None:
     if group.is_main:
         path = Path(loaded.config.training.output_dir, "resolved_config.yaml")
-        path.write_text(resolved_yaml(loaded), encoding="utf-8")
+        path.write_text(dump_yaml(loaded.config, loaded.origins), encoding="utf-8")
 
 
 def _restore(store: CheckpointStore, path: str, built: BuiltModel, optimizer: torch.optim.Optimizer) -> RunState:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardyard.checkpoint import CheckpointStore
 from shardyard.config import TrainingConfig
@@ -17,7 +16,7 @@ from shardyard.device import ProcessGroup
 from shardyard.monitor import Monitor, StepRecord
 from shardyard.optim import Schedule
 from shardyard.train.state import RunState
-from shardyard.train.step import TrainStep
+from shardyard.train.step import StepResult, TrainStep
 
 logger = logging.getLogger("shardyard.train")
 
@@ -44,11 +43,11 @@ class Trainer:
         Raises:
             NonFiniteError: a loss or gradient is NaN or Inf and ``training.on_nonfinite`` is stop.
         """
+        started = time.perf_counter()
         for batch in self.batches:
-            started = time.perf_counter()
             number = self.state.step + 1
             lr = self.schedule.lr_at(number)
-            result = self.step(batch.micro_batches, step=number, lr=lr)
+            result = self._run_step(batch, number, lr)
             if result.skipped:
                 logger.warning("step %d skipped, weights unchanged: %s", number, result.skipped)
             samples = batch.end - batch.start
@@ -57,9 +56,17 @@ class Trainer:
             self.monitor.record(self._record(batch, result, lr, elapsed))
             if self._save_is_due(batch):
                 self.save()
+            started = time.perf_counter()  # the next step's time includes waiting for its batch, not this save
         if self._saves_at_all and self.saved_at != self.state.step:
             self.save()
         return self.state
+
+    def _run_step(self, batch: StepBatch, number: int, lr: float) -> StepResult:
+        try:
+            return self.step(batch.micro_batches, step=number, lr=lr)
+        except Exception as error:
+            error.add_note(f"in step {number}, samples {[list(b.sample_ids) for b in batch.micro_batches]} of this rank")
+            raise
 
     def save(self) -> Path:
         """Write a checkpoint of this step; every rank calls it."""
@@ -88,7 +95,7 @@ class Trainer:
         except IndexError:  # the run ends here
             return True
 
-    def _record(self, batch: StepBatch, result: Any, lr: float, elapsed: float) -> StepRecord:
+    def _record(self, batch: StepBatch, result: StepResult, lr: float, elapsed: float) -> StepRecord:
         return StepRecord(
             step=self.state.step,
             total_steps=self.schedule.total,
