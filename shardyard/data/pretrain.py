@@ -58,12 +58,14 @@ class DocumentTokenizer:
             )
         self._tokenizer = tokenizer
         self._eod = tokenizer.eos_token_id if append_eod else None
-        self._options = {"split_special_tokens": True} if split_special_tokens else {}
+        self._options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
+        if split_special_tokens:
+            self._options["split_special_tokens"] = True
 
     def __call__(self, batch: Sequence[tuple[str, str]]) -> Documents:
         kept = [text for text, _ in batch if text.strip()]
         dropped = [(EMPTY_DOCUMENT, where) for text, where in batch if not text.strip()]
-        ids = self._tokenizer(kept, return_attention_mask=False, **self._options)["input_ids"] if kept else []
+        ids = self._tokenizer(kept, **self._options)["input_ids"] if kept else []
         if self._eod is not None:
             ids = [doc if doc and doc[-1] == self._eod else [*doc, self._eod] for doc in ids]
         return Documents(
