@@ -207,6 +207,8 @@ def _expected_rows(
                 rows += pyarrow.parquet.read_metadata(file).num_rows
             else:
                 return None
+        if entry.num_samples is not None:
+            rows = entry.num_samples
         total += rows if max_samples is None else min(rows, max_samples)
     return total
 
