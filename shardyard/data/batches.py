@@ -144,13 +144,12 @@ class _EpochBatches:
     def __iter__(self) -> Iterator[GlobalBatch]:
         assert self._args is not None
         sampler, cursor, limit = self._args
-        epoch = None
         for _ in range(limit):
             batch = sampler.global_batch_at(cursor)
-            if epoch is not None and batch.epoch != epoch:
-                return
+            cursor = batch.end
             yield batch
-            epoch, cursor = batch.epoch, batch.end
+            if sampler.ends_epoch(cursor):
+                return
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Report:
     shortest: int = 0
     longest: int = 0
     largest_id: int = -1
-    """The largest token id; it must be below the model's vocabulary size."""
+    """The largest token id of inputs and targets; it must be below the model's vocabulary size."""
 
     def add(self, encoded: Encoded) -> None:
         """Count the rows of a batch and the samples of its block."""
@@ -68,7 +68,7 @@ class Report:
         shortest, longest = int(block.lengths.min()), int(block.lengths.max())
         self.shortest = min(self.shortest, shortest) if self.samples else shortest
         self.longest = max(self.longest, longest)
-        self.largest_id = max(self.largest_id, int(block.input_ids.max()))
+        self.largest_id = max(self.largest_id, int(block.input_ids.max()), int(block.labels.max()))
         self.samples += len(block.lengths)
         self.tokens += len(block.input_ids)
         self.trained_tokens += int(np.count_nonzero(block.labels != IGNORE_INDEX))

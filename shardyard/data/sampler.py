@@ -140,16 +140,26 @@ class ElasticSampler:
         Raises:
             IndexError: the run's samples end at or before ``cursor`` (never with ``max_steps``).
         """
+        span = self._span_at(cursor)
+        if span is None:
+            raise IndexError(f"cursor {cursor} is past the last batch of this run")
+        start, size = span
+        epoch, offset = divmod(start, self.num_samples)
+        return GlobalBatch(epoch, start, start + size, self._epoch_slice(epoch, offset, offset + size))
+
+    def ends_epoch(self, cursor: int) -> bool:
+        """Whether the batch that ends at ``cursor`` is its epoch's last."""
+        span = self._span_at(cursor)
+        return span is None or span[0] // self.num_samples > (cursor - 1) // self.num_samples
+
+    def _span_at(self, cursor: int) -> tuple[int, int] | None:
+        """Where the batch begins that is asked for at ``cursor``, and its size; None when the run is over."""
         start, size = cursor, self._size_at(cursor)
         if self.drop_last and size < self.global_batch:
             start = (cursor // self.num_samples + 1) * self.num_samples
             size = self._size_at(start)
-            if size < self.global_batch:
-                size = 0
-        if size <= 0:
-            raise IndexError(f"cursor {cursor} is past the last batch of this run")
-        epoch, offset = divmod(start, self.num_samples)
-        return GlobalBatch(epoch, start, start + size, self._epoch_slice(epoch, offset, offset + size))
+        whole = size > 0 and not (self.drop_last and size < self.global_batch)
+        return (start, size) if whole else None
 
     def _updates(self, samples: int) -> int:
         return samples // self.global_batch if self.drop_last else -(-samples // self.global_batch)

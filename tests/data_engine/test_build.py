@@ -94,6 +94,7 @@ def test_windows_report_and_preview(tmp_path, corpus):
     report = data.report
     assert (report.rows, report.samples, report.tokens) == (6, len(data.store), len(stream) - 1)
     assert report.trained_tokens == len(stream) - 1
+    assert report.largest_id == tokenizer.eos_token_id == 256
     drop = report.dropped["empty document"]
     assert (drop.count, drop.first.rpartition(":")[2]) == (2, "2")
     assert data.preview_text == "t[[he cat ]]"

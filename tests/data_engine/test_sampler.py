@@ -1,5 +1,7 @@
 """The sampler against a plain loop over epochs."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -69,7 +71,10 @@ def test_updates_and_samples_match_a_plain_loop(epochs, max_steps, drop_last):
             sampler = make(*case, epochs=epochs, max_steps=max_steps, drop_last=drop_last)
             assert sampler.total_steps == len(expected), case
             assert sampler.total_samples == sum(size for _, size in expected), case
-            assert [(b.epoch, len(b.indices)) for b in walk(sampler)] == expected, case
+            batches = walk(sampler)
+            assert [(b.epoch, len(b.indices)) for b in batches] == expected, case
+            ends = [sampler.ends_epoch(b.end) for b in batches[:-1]]
+            assert ends == [a.epoch != b.epoch for a, b in pairwise(batches)], case
             assert sampler.updates_per_epoch == (
                 num_samples // global_batch if drop_last else -(-num_samples // global_batch)
             )
