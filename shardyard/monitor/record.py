@@ -11,10 +11,10 @@ _GIB = 1024**3
 class StepRecord:
     """What one update did, over all ranks.
 
-    ``loss`` is per labelled token of the global batch. ``lr`` is the rate that this update used. ``tokens`` are
-    the real tokens of this update, ``global_batch_size`` its samples, ``consumed_*`` the sums since the run
-    began, resumed parts included. Memory is the largest peak of any rank since the start, in bytes (on a CPU the
-    peak resident memory).
+    ``loss`` is per labelled token of the global batch. ``lr`` is the rate that this update used. ``tokens``
+    are the real tokens of this update, ``global_batch_size`` its samples, ``consumed_*`` the sums since the
+    run began, resumed parts included. Memory is the largest peak of any rank since the start, in bytes (on a
+    CPU the peak resident memory).
     """
 
     step: int
