@@ -20,33 +20,37 @@ _ENGLISH_RULES = """\
 
 <!-- Written by `python -m shardyard.config.docs`; change the schema, not this file. -->
 
-A run is described by one YAML file with the sections below, and by words of the command line, which win over
-the file. What neither names keeps its default. `shardyard check FILE` shows every value and where it comes from;
-`shardyard check --explain training.lr` shows one setting; `shardyard schema` prints the JSON schema for editors.
+A run is described by one YAML file with the sections below, and by words of the command line, which win
+over the file. What neither names keeps its default. `shardyard check FILE` shows every value and where it
+comes from; `shardyard check --explain training.lr` shows one setting; `shardyard schema` prints the JSON
+schema for editors.
 
 ## On the command line
 
-- `--section.key value`, `--section.key=value` and `section.key=value` mean the same; of several, the last wins.
+- `--section.key value`, `--section.key=value` and `section.key=value` mean the same; of several, the last
+  wins.
 - The YAML file is the word that ends in `.yaml` or `.yml`; it may stand anywhere.
 - `--training.log_throughput` without a value is true. A list takes several words:
   `--parallel.fsdp_modules a b`.
-- A mapping is written as JSON: `data.dataset='{"file_name": "train.jsonl"}'`. Lists and mappings are replaced
-  whole.
+- A mapping is written as JSON: `data.dataset='{"file_name": "train.jsonl"}'`. Lists and mappings are
+  replaced whole.
 - Keys are written whole; an unknown one is an error that names the nearest key.
 
 ## Values
 
-- Numbers: `1e-5`, `.5`, `2E-4`, quoted or not. An integer may be written `5.0` or `1e3`. NaN and infinity are
-  refused.
-- Booleans: true/false, yes/no, on/off, t/f, y/n, 1/0 in any case. Where text is wanted, these words stay text.
-- `null` (or `~`, or nothing) is null where the type allows it; the word `None` is read as null, with a warning.
-  An empty text is null too, except for `data.default_system`.
+- Numbers: `1e-5`, `.5`, `2E-4`, quoted or not. An integer may be written `5.0` or `1e3`. NaN and infinity
+  are refused.
+- Booleans: true/false, yes/no, on/off, t/f, y/n, 1/0 in any case. Where text is wanted, these words stay
+  text.
+- `null` (or `~`, or nothing) is null where the type allows it; the word `None` is read as null, with a
+  warning. An empty text is null too, except for `data.default_system`.
 - One value for a list is a list of one; an empty list is refused.
 - `${NAME}` is an environment variable, `${NAME:-text}` has a default, `${training.output_dir}` is another
   setting; `$${` stands for the characters `${`.
-- `~/` at the start of a path is the home folder. Relative paths begin at the current folder, not at the file's.
-- A key written twice, an unknown key, a second YAML document and a tag (`!name`) are errors. Anchors and `<<`
-  work.
+- `~/` at the start of a path is the home folder. Relative paths begin at the current folder, not at the
+  file's.
+- A key written twice, an unknown key, a second YAML document and a tag (`!name`) are errors. Anchors and
+  `<<` work.
 """
 
 _CHINESE_RULES = """\

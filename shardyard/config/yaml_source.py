@@ -90,9 +90,12 @@ def _syntax_message(text: str, file: str, error: yaml.MarkedYAMLError) -> str:
     written = lines[mark.line] if mark.line < len(lines) else ""
     if "\t" in written[: len(written) - len(written.lstrip())]:
         return f"{place}  a tab cannot indent YAML; use spaces"
-    if "anchor" in (error.problem or "") or "alias" in (error.problem or ""):
-        return f"{place}  not YAML: {error.problem} (a value that begins with * or & needs quotes)"
-    return f"{place}  not YAML: {error.problem}"
+    hint = ""
+    if ".{" in written or "${" in written:
+        hint = " (between [ ] or { }, text with braces needs quotes)"
+    elif any(word in f"{error.context} {error.problem}" for word in ("anchor", "alias")):
+        hint = " (a value that begins with * or & needs quotes)"
+    return f"{place}  not YAML: {error.problem}{hint}"
 
 
 def _scalar(node: yaml.ScalarNode, place: Place) -> Scalar:
