@@ -1,0 +1,189 @@
+"""The examples' files load, and their scripts hand torchrun words that load too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from shardyard.config import load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+YAMLS = sorted(EXAMPLES.rglob("*.yaml"))
+SCRIPTS = sorted((EXAMPLES / "fsdp2").glob("*/*.sh"))
+OWN_VARIABLES = (
+    "NPUS_PER_NODE", "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MODEL_PATH",
+    "DATA_PATH", "OUTPUT_DIR", "ASCEND_OPP_PATH", "ASCEND_TOOLKIT_HOME", "TORCH_HCCL_ZERO_COPY",
+)  # fmt: skip
+STUB = """#!/usr/bin/env bash
+printf '%s\\0' "$@" > "$RECORD"
+env -0 > "$RECORD.env"
+echo "the stub speaks"
+exit "$STUB_EXIT"
+"""
+
+
+def by_path(path: Path) -> str:
+    return path.relative_to(EXAMPLES).as_posix()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a script did: its exit code and output, and the words and environment that torchrun got."""
+
+    code: int
+    output: str
+    words: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """torchrun's own options, before the program's name."""
+        own = self.words[: self.words.index("train_fsdp2.py")]
+        return dict(zip(own[::2], own[1::2], strict=True))
+
+    @property
+    def overrides(self) -> list[str]:
+        """The words after the program's name."""
+        return self.words[self.words.index("train_fsdp2.py") + 1 :]
+
+
+class Runner:
+    """Runs scripts of a copy of examples/fsdp2, so that logs/ is not written into the repository."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "a folder with spaces"
+        self._record = root / "record"
+        for file in (EXAMPLES / "fsdp2").rglob("*"):
+            if file.is_file():
+                copy = self.root / file.relative_to(REPOSITORY)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(file.read_bytes())
+                copy.chmod(file.stat().st_mode)
+        stub = root / "bin" / "torchrun"
+        stub.parent.mkdir()
+        stub.write_text(STUB, encoding="utf-8")
+        stub.chmod(0o755)
+
+    def run(self, script: Path, *words: str, cwd: Path, stub_exit: int = 0, **environment: str) -> Outcome:
+        bare = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES}
+        path = f"{self._record.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        added = {"PATH": path, "RECORD": str(self._record), "STUB_EXIT": str(stub_exit)}
+        done = subprocess.run(
+            [str(self.root / script.relative_to(REPOSITORY)), *words],
+            cwd=cwd, env=bare | added | environment, capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        recorded = self._record.read_text(encoding="utf-8").split("\0")[:-1]
+        lines = Path(f"{self._record}.env").read_text(encoding="utf-8").split("\0")[:-1]
+        variables = dict(line.split("=", 1) for line in lines)
+        return Outcome(done.returncode, done.stdout + done.stderr, recorded, variables)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    return Runner(tmp_path)
+
+
+def test_there_are_examples_for_each_promised_family() -> None:
+    assert {path.parent.name for path in YAMLS} == {"quickstart", "qwen3", "qwen3_moe", "smollm2"}
+    assert [path.with_suffix(".yaml") for path in SCRIPTS] == [
+        path for path in YAMLS if path.parent.name != "quickstart"
+    ]
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=by_path)
+def test_a_yaml_loads_strictly_and_without_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert load_config([str(path)]).warnings == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=by_path)
+def test_a_script_hands_torchrun_words_that_load(script: Path, runner: Runner, tmp_path: Path) -> None:
+    model = tmp_path / "my model"
+    data = tmp_path / "rows.jsonl"
+    model.mkdir()
+    data.touch()
+    overrides = ["--training.lr", "3e-4", "--training.log_throughput"]
+    outcome = runner.run(
+        script, *overrides, cwd=tmp_path, NPUS_PER_NODE="4", NNODES="3", NODE_RANK="2", MASTER_ADDR="node-0",
+        MASTER_PORT="7001", MODEL_PATH="my model", DATA_PATH="rows.jsonl", OUTPUT_DIR="runs/new one",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.output
+    assert outcome.options == {
+        "--nproc_per_node": "4",
+        "--nnodes": "3",
+        "--node_rank": "2",
+        "--master_addr": "node-0",
+        "--master_port": "7001",
+    }
+    assert outcome.environment["PWD"] == str(runner.root)
+    yaml, *overrides = outcome.overrides
+    config = load_config([str(runner.root / yaml), *overrides]).config
+    assert config.model.model_name_or_path == str(model)
+    assert config.data.dataset == str(data)
+    assert config.training.output_dir == str(tmp_path / "runs/new one")
+    assert config.training.lr == 3e-4 and config.training.log_throughput is True
+    assert config.parallel.fsdp_size in (12, None)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=by_path)
+def test_a_script_needs_nothing_from_the_environment(script: Path, runner: Runner, tmp_path: Path) -> None:
+    outcome = runner.run(script, cwd=tmp_path)
+    ranks = {"A2": "8", "A3": "16", "cpu": "2"}[script.stem.rpartition("_")[2]]
+    assert outcome.options == {
+        "--nproc_per_node": ranks,
+        "--nnodes": "1",
+    }  # a free port is torchrun's to find
+    yaml, *overrides = outcome.overrides
+    config = load_config([str(runner.root / yaml), *overrides]).config
+    alone = load_config([str(runner.root / yaml)]).config
+    assert config.parallel.fsdp_size in (int(ranks), None)
+    assert config.model == alone.model and config.data == alone.data and config.training == alone.training
+    assert runner.run(script, cwd=tmp_path, NPROC_PER_NODE="3").options["--nproc_per_node"] == "3"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=by_path)
+def test_a_script_fails_when_torchrun_fails_and_keeps_a_log(
+    script: Path, runner: Runner, tmp_path: Path
+) -> None:
+    outcome = runner.run(script, cwd=tmp_path, stub_exit=7)
+    assert outcome.code == 7
+    assert "the stub speaks" in outcome.output
+    (log,) = (runner.root / "logs").iterdir()
+    assert log.name.startswith(f"{script.stem}_") and log.suffix == ".log"
+    assert log.read_text(encoding="utf-8") == "the stub speaks\n"
+
+
+def test_data_may_be_a_registered_name_or_an_inline_entry(runner: Runner, tmp_path: Path) -> None:
+    script = EXAMPLES / "fsdp2/qwen3/tune_qwen3_8b_4k_fsdp2_A2.sh"
+    for given, wanted in (
+        ("sharegpt4_zh", "sharegpt4_zh"),
+        ('{"file_name": "x.jsonl"}', {"file_name": "x.jsonl"}),
+    ):
+        yaml, *overrides = runner.run(script, cwd=tmp_path, DATA_PATH=given).overrides
+        assert load_config([str(runner.root / yaml), *overrides]).config.data.dataset == wanted
+
+
+def test_without_cann_the_environment_stays_as_it_was(runner: Runner, tmp_path: Path) -> None:
+    script = EXAMPLES / "fsdp2/qwen3/tune_qwen3_8b_4k_fsdp2_A2.sh"
+    got = runner.run(script, cwd=tmp_path, HOME=str(tmp_path), ASCEND_TOOLKIT_HOME=str(tmp_path)).environment
+    assert not [
+        name for name in got if name.startswith(("HCCL_", "TASK_QUEUE", "CPU_AFFINITY", "PYTORCH_NPU"))
+    ]
+
+
+def test_with_cann_its_script_is_sourced_and_a_set_value_is_kept(runner: Runner, tmp_path: Path) -> None:
+    (tmp_path / "set_env.sh").write_text(f"export ASCEND_OPP_PATH={tmp_path}/opp\n", encoding="utf-8")
+    script = EXAMPLES / "fsdp2/qwen3/pretrain_qwen3_8b_4k_fsdp2_A3.sh"
+    got = runner.run(
+        script, cwd=tmp_path, ASCEND_TOOLKIT_HOME=str(tmp_path), HCCL_CONNECT_TIMEOUT="99"
+    ).environment
+    assert got["ASCEND_OPP_PATH"] == f"{tmp_path}/opp"
+    assert got["HCCL_CONNECT_TIMEOUT"] == "99"
+    assert got["TASK_QUEUE_ENABLE"] == "2"
+    assert got["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
+    assert got["TORCH_HCCL_ZERO_COPY"] == "1"
