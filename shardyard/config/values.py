@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from shardyard.config.source import Entry, ListNode, MapNode, Node, Notes, Place, Scalar
-from shardyard.config.yaml_source import compose_flow
+from shardyard.config.yaml_source import MAX_DEPTH, compose_flow
 
 TRUE_WORDS = frozenset({"true", "yes", "on", "t", "y", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "f", "n", "0"})
-_DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_INTEGER = re.compile(r"[-+]?\d+")
+_DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_INTEGER = re.compile(r"[-+]?\d+", re.ASCII)
 _PREFIXED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _NOT_FINITE = re.compile(r"[-+]?\.?inf|\.?nan", re.IGNORECASE)
 _INT_LIMIT = 2**63
@@ -158,16 +158,18 @@ class _Pairs(list[tuple[str, Any]]):
     """A JSON object as its pairs, so that duplicate keys are seen."""
 
 
-def _from_json(value: Any, place: Place, path: str, notes: Notes) -> Node:
+def _from_json(value: Any, place: Place, path: str, notes: Notes, depth: int = 0) -> Node:
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
     if isinstance(value, _Pairs):
         entries: dict[str, Entry] = {}
         for key, part in value:
             if key in entries:
                 notes.fault(place, path, f"{key!r} is written twice; keep one")
-            entries[key] = Entry(key, place, _from_json(part, place, path, notes))
+            entries[key] = Entry(key, place, _from_json(part, place, path, notes, depth + 1))
         return MapNode(tuple(entries.values()), place)
     if isinstance(value, list):
-        return ListNode(tuple(_from_json(part, place, path, notes) for part in value), place)
+        return ListNode(tuple(_from_json(part, place, path, notes, depth + 1) for part in value), place)
     if isinstance(value, str):
         return Scalar(value, place, plain=False)
     return Scalar(json.dumps(value), place)

@@ -19,6 +19,8 @@ _PLAIN_TAGS = {
     for name in ("null", "bool", "int", "float", "str", "seq", "map", "timestamp", "merge", "value")
 }
 _MAX_NODES = 100_000
+MAX_DEPTH = 100
+"""Levels of lists and mappings within each other; more is refused before Python's own limit is met."""
 
 
 def read_yaml(path: str, notes: Notes) -> MapNode:
@@ -121,6 +123,8 @@ class _Converter:
             self.notes.fault(place, path, f"tag {node.tag} is not supported; write plain values")
         if isinstance(node, yaml.ScalarNode):
             return _scalar(node, place)
+        if len(self.open) > MAX_DEPTH:
+            raise UserError(f"{place}  {path}: lists and mappings lie more than {MAX_DEPTH} deep")
         if id(node) in self.open:
             raise UserError(f"{place}  an anchor (&name) contains itself")
         self.open.append(id(node))

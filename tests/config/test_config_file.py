@@ -113,6 +113,13 @@ def test_a_missing_file_or_a_folder_is_named(tmp_path: Path) -> None:
         load_config([str(tmp_path / "folder.yaml")])
 
 
+@pytest.mark.parametrize("depth", [200, 2000, 200_000])
+def test_deep_nesting_is_refused(tmp_path: Path, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    assert "run.yaml" in fault_of(tmp_path, f"data: {{dataset: {nested}}}")
+    assert "model.config_overrides" in fault_of(tmp_path, "", 'model.config_overrides={"a": ' + nested + "}")
+
+
 def test_many_aliases_cannot_exhaust_memory(tmp_path: Path) -> None:
     lines = ["x0: &x0 [a, a, a, a, a, a, a, a, a, a]"]
     lines += [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, 12)]

@@ -173,3 +173,13 @@ def test_check_answers_in_half_a_second(tmp_path: Path) -> None:
         if fastest < 0.5:
             break
     assert fastest < 0.5
+
+
+def test_a_mistake_gets_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    words = ["check", "training.lr=abc", "model.model_name_or_path=m", f"training.output_dir={tmp_path}/o"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardyard", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: command line  training.lr: 'abc' is not a number\n"
+    assert list(tmp_path.iterdir()) == []

@@ -98,6 +98,7 @@ def test_integer_fields_take_integral_numbers(tmp_path: Path, text: str, value: 
         ("12:30", "run.yaml:2:15  data.cutoff_len: '12:30' is not a whole number"),
         ("1_000", "run.yaml:2:15  data.cutoff_len: '1_000' is not a whole number; write 1000"),
         ("2024-01-01", "run.yaml:2:15  data.cutoff_len: '2024-01-01' is not a whole number"),
+        ("٣", "run.yaml:2:15  data.cutoff_len: '٣' is not a whole number"),
         ("1e400", "run.yaml:2:15  data.cutoff_len: '1e400' is too large"),
         ("1e30", "run.yaml:2:15  data.cutoff_len: '1e30' is too large"),
         ("-1", "run.yaml:2:15  data.cutoff_len: -1 is out of range; it must be at least 1"),
@@ -276,3 +277,9 @@ def test_a_wrong_choice_lists_the_right_ones(tmp_path: Path) -> None:
         "run.yaml:1:31  training.lr_scheduler_type: 'cosin' is not one of cosine, linear, constant"
     )
     assert "is not one of full, selective, true, false" in fault_of(tmp_path, "parallel: {recompute: some}")
+
+
+@pytest.mark.parametrize(("word", "value"), [("false", False), ("0", False), ("Yes", True)])
+def test_booleans_from_the_environment_are_read_as_words(tmp_path: Path, word: str, value: bool) -> None:
+    text = "training:\n  disable_shuffling: ${X}\n"
+    assert load(tmp_path, text, environ={"X": word}).config.training.disable_shuffling is value
