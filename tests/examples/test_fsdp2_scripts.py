@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from support.example_scripts import EXAMPLES, REPOSITORY, SCRIPTS, by_path, copy_outside, run_script
 
 from shardyard.config import load_config
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLES = REPOSITORY / "examples"
 YAMLS = sorted(EXAMPLES.rglob("*.yaml"))
-SCRIPTS = sorted((EXAMPLES / "fsdp2").glob("*/*.sh"))
-OWN_VARIABLES = (
-    "NPUS_PER_NODE", "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MODEL_PATH",
-    "DATA_PATH", "OUTPUT_DIR", "ASCEND_OPP_PATH", "ASCEND_TOOLKIT_HOME", "TORCH_HCCL_ZERO_COPY",
-)  # fmt: skip
 STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" > "$RECORD"
 env -0 > "$RECORD.env"
 echo "the stub speaks"
 exit "$STUB_EXIT"
 """
-
-
-def by_path(path: Path) -> str:
-    return path.relative_to(EXAMPLES).as_posix()
 
 
 @dataclass(frozen=True)
@@ -53,30 +41,19 @@ class Outcome:
 
 
 class Runner:
-    """Runs scripts of a copy of examples/fsdp2, so that logs/ is not written into the repository."""
+    """Runs scripts against a torchrun that records its words."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root / "a folder with spaces"
+        self.root = copy_outside(root)
         self._record = root / "record"
-        for file in (EXAMPLES / "fsdp2").rglob("*"):
-            if file.is_file():
-                copy = self.root / file.relative_to(REPOSITORY)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.write_bytes(file.read_bytes())
-                copy.chmod(file.stat().st_mode)
-        stub = root / "bin" / "torchrun"
-        stub.parent.mkdir()
-        stub.write_text(STUB, encoding="utf-8")
-        stub.chmod(0o755)
+        self._stub = root / "bin" / "torchrun"
+        self._stub.parent.mkdir()
+        self._stub.write_text(STUB, encoding="utf-8")
+        self._stub.chmod(0o755)
 
     def run(self, script: Path, *words: str, cwd: Path, stub_exit: int = 0, **environment: str) -> Outcome:
-        bare = {key: value for key, value in os.environ.items() if key not in OWN_VARIABLES}
-        path = f"{self._record.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        added = {"PATH": path, "RECORD": str(self._record), "STUB_EXIT": str(stub_exit)}
-        done = subprocess.run(
-            [str(self.root / script.relative_to(REPOSITORY)), *words],
-            cwd=cwd, env=bare | added | environment, capture_output=True, text=True, timeout=30, check=False,
-        )  # fmt: skip
+        environment |= {"RECORD": str(self._record), "STUB_EXIT": str(stub_exit)}
+        done = run_script(self.root, script, *words, cwd=cwd, first_on_path=self._stub.parent, **environment)
         recorded = self._record.read_text(encoding="utf-8").split("\0")[:-1]
         lines = Path(f"{self._record}.env").read_text(encoding="utf-8").split("\0")[:-1]
         variables = dict(line.split("=", 1) for line in lines)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +14,8 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
+REPOSITORY = Path(__file__).resolve().parents[2]
+QUICKSTART = REPOSITORY / "examples" / "quickstart"
 
 
 @pytest.fixture
@@ -168,3 +172,26 @@ def test_show_fails_when_the_loss_has_not_fallen_or_the_answer_has_a_space_too_m
 def test_show_of_no_run_names_the_missing_file(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"metrics\.jsonl is missing"):
         scripts["show"].main([str(tmp_path)])
+
+
+@pytest.mark.soak
+def test_the_run_learns_every_row_by_heart(assets: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train_fsdp2.py"]
+    settings = {
+        "model.model_name_or_path": assets / "model",
+        "data.dataset": assets / "alpaca.parquet",
+        "model.cache_dir": tmp_path / "cache",
+        "training.output_dir": run,
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    subprocess.run(
+        [*torchrun, str(QUICKSTART / "tune_tiny_qwen3.yaml"), *words],
+        cwd=REPOSITORY,
+        env=environment,
+        check=True,
+    )
+    show = [sys.executable, str(QUICKSTART / "show.py"), str(run), "--questions", "150"]
+    done = subprocess.run(show, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "132 of 132 answers are right" in done.stdout, done.stdout + done.stderr
