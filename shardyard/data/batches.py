@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from shardyard.data.sampler import ElasticSampler, GlobalBatch, split_over_ranks
 from shardyard.data.types import IGNORE_INDEX, MicroBatch, Sample, StepBatch
+from shardyard.data.workers import quiet_forks
 from shardyard.errors import UserError
 
 
@@ -126,10 +127,24 @@ class BatchLoader:
         cursor, left = self._start_cursor, self._num_steps
         while left > 0:
             self._epoch.begin(self._sampler, cursor, left)
-            for loaded in _named_worker_death(self._loader):
+            for loaded in self._epoch_iterator():
                 step_batch = loaded.unpack()
                 cursor, left = step_batch.end, left - 1
                 yield step_batch
+
+    def _epoch_iterator(self) -> Iterator[_Loaded]:
+        try:
+            with quiet_forks():
+                iterator = iter(self._loader)
+            yield from iterator
+        except RuntimeError as error:
+            text = str(error)
+            if "exited unexpectedly" in text or "is killed by signal" in text:
+                raise UserError(
+                    f"training.dataloader_num_workers: a data worker process died ({text}); most often "
+                    "memory or /dev/shm ran out: set fewer workers or a smaller dataloader_prefetch_factor"
+                ) from error
+            raise
 
 
 class _EpochBatches:
@@ -203,16 +218,3 @@ class _Loaded:
 
 def _as_it_is(loaded: _Loaded) -> _Loaded:
     return loaded
-
-
-def _named_worker_death(loader: DataLoader) -> Iterator[_Loaded]:
-    try:
-        yield from loader
-    except RuntimeError as error:
-        text = str(error)
-        if "exited unexpectedly" in text or "is killed by signal" in text:
-            raise UserError(
-                f"training.dataloader_num_workers: a data worker process died ({text}); most often memory "
-                f"or /dev/shm ran out: set fewer workers, a smaller dataloader_prefetch_factor, or 0 workers"
-            ) from error
-        raise

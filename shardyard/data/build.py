@@ -16,6 +16,7 @@ from shardyard.data import sources
 from shardyard.data.leader import Prepared, Rendezvous, Role, prepare_once
 from shardyard.data.pipeline import Pipeline, run_pipeline
 from shardyard.data.report import Preview, Report, preview
+from shardyard.data.sources import DatasetEntry
 from shardyard.data.store import SampleStore, StoreWriter, read_manifest
 from shardyard.data.types import IGNORE_INDEX
 from shardyard.data.workers import default_workers
@@ -60,13 +61,23 @@ def build_train_data(
     prepared = prepare_once(
         lambda: _prepare(config, tokenizer, local_ranks), role or Role(), rendezvous, name="train"
     )
-    store = SampleStore.open(prepared.path)
+    store = _open(prepared.path, config)
     return TrainData(store, Report.from_json(store.manifest["report"]), _preview(store, tokenizer))
 
 
 def cache_folder(config: Config) -> Path:
     """Where tokenised samples are kept."""
-    return Path(config.model.cache_dir or "~/.cache/shardyard").expanduser() / "tokenized"
+    return Path(config.model.cache_dir or "~/.cache/shardyard").expanduser().absolute() / "tokenized"
+
+
+def _open(path: Path, config: Config) -> SampleStore:
+    if config.data.data_shared_file_system and not path.exists():
+        raise UserError(
+            f"data.data_shared_file_system: true, but {path}, which rank 0 wrote, is not to be seen from "
+            "this machine; put model.cache_dir or data.tokenized_path on the shared file system, or set it "
+            "to false"
+        )
+    return SampleStore.open(path)
 
 
 def _prepare(config: Config, tokenizer: Any, local_ranks: int) -> Prepared:
@@ -78,7 +89,8 @@ def _prepare(config: Config, tokenizer: Any, local_ranks: int) -> Prepared:
     facts = {file: hasher.facts(file) for entry in entries for file in entry.files}
     parts = keys.key_parts(config, entries, tokenizer, facts)
     key = keys.digest(parts)
-    path = Path(config.data.tokenized_path).expanduser() if config.data.tokenized_path else cache / key
+    named = config.data.tokenized_path
+    path = Path(named).expanduser().absolute() if named else cache / key
     if not config.data.overwrite_cache and _is_ready(path, key, parts, explicit=path != cache / key):
         return Prepared(path, key)
     if path != cache / key:
@@ -105,7 +117,7 @@ def _prepare(config: Config, tokenizer: Any, local_ranks: int) -> Prepared:
     return Prepared(path, key)
 
 
-def make_pipeline(config: Config, tokenizer: Any, entries: Sequence[Any]) -> Pipeline:
+def make_pipeline(config: Config, tokenizer: Any, entries: Sequence[DatasetEntry]) -> Pipeline:
     """The way from these entries to samples: a token stream for ``mg``, conversations for ``lf``."""
     data = config.data
     if data.data_manager_type == "mg":
@@ -121,7 +133,7 @@ def make_pipeline(config: Config, tokenizer: Any, entries: Sequence[Any]) -> Pip
     from shardyard.data.encode import Encoder
     from shardyard.data.finetune import FinetunePipeline
 
-    encoder = Encoder(config, tokenizer)
+    encoder = Encoder.from_config(config, tokenizer)
     return FinetunePipeline(
         entries, encoder, max_samples=data.max_samples, batch_size=data.preprocessing_batch_size
     )
@@ -192,7 +204,7 @@ def _remember(last: Path, parts: Mapping[str, Any]) -> None:
 
 
 def _expected_rows(
-    entries: Sequence[Any], facts: Mapping[Path, keys.FileFacts], max_samples: int | None
+    entries: Sequence[DatasetEntry], facts: Mapping[Path, keys.FileFacts], max_samples: int | None
 ) -> int | None:
     """The rows of the input, where they can be told without reading it again (a JSON array's cannot)."""
     total = 0

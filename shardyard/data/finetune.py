@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Protocol
 
 from shardyard.data import sources
-from shardyard.data.converters import convert
+from shardyard.data.converters import Dropped, convert
+from shardyard.data.encode import Samples
 from shardyard.data.pipeline import batched
 from shardyard.data.report import Encoded
+from shardyard.data.sources import DatasetEntry, Row
 from shardyard.data.store import SampleBlock
 from shardyard.data.types import Conversation, Sample
+
+
+class Encodes(Protocol):
+    """What turns a conversation into samples: an ``Encoder``."""
+
+    def encode(self, conversation: Conversation, /) -> Samples | Dropped: ...
 
 
 class FinetunePipeline:
@@ -20,14 +28,14 @@ class FinetunePipeline:
     unit = "rows"
 
     def __init__(
-        self, entries: Sequence[Any], encoder: Any, *, max_samples: int | None, batch_size: int
+        self, entries: Sequence[DatasetEntry], encoder: Encodes, *, max_samples: int | None, batch_size: int
     ) -> None:
         self._entries = entries
         self._max_samples = max_samples
         self._batch_size = batch_size
         self.work = ConversationEncoder(entries, encoder)
 
-    def batches(self) -> Iterator[list[tuple[int, Any]]]:
+    def batches(self) -> Iterator[list[tuple[int, Row]]]:
         rows = (
             (number, row)
             for number, entry in enumerate(self._entries)
@@ -45,11 +53,11 @@ class FinetunePipeline:
 class ConversationEncoder:
     """A batch of (number of the entry, row) to samples; runs in a tokenising process."""
 
-    def __init__(self, entries: Sequence[Any], encoder: Any) -> None:
+    def __init__(self, entries: Sequence[DatasetEntry], encoder: Encodes) -> None:
         self._entries = entries
         self._encoder = encoder
 
-    def __call__(self, batch: Sequence[tuple[int, Any]]) -> Encoded:
+    def __call__(self, batch: Sequence[tuple[int, Row]]) -> Encoded:
         samples: list[Sample] = []
         dropped: list[tuple[str, str]] = []
         truncated = split = 0
@@ -58,9 +66,10 @@ class ConversationEncoder:
             outcome = (
                 self._encoder.encode(conversation) if isinstance(conversation, Conversation) else conversation
             )
-            if isinstance(outcome, list):
-                samples += outcome
-                split += len(outcome) > 1
-            else:
+            if isinstance(outcome, Dropped):
                 dropped.append((outcome.reason, outcome.where))
+            else:
+                samples += outcome
+                truncated += outcome.truncated
+                split += len(outcome) > 1
         return Encoded(SampleBlock.of(samples), len(batch), dropped, truncated, split)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardyard.config import Config
+from shardyard.data.sources import DatasetEntry
 from shardyard.errors import UserError
 
 CODE_VERSION = 1
@@ -99,7 +100,7 @@ class FileHasher:
 
 
 def key_parts(
-    config: Config, entries: Iterable[Any], tokenizer: Any, facts: Mapping[Path, FileFacts]
+    config: Config, entries: Iterable[DatasetEntry], tokenizer: Any, facts: Mapping[Path, FileFacts]
 ) -> dict[str, Any]:
     """All that the samples depend on, under names that a message can show.
 
@@ -159,19 +160,11 @@ def identity(config: Config) -> str:
     return _sha([config.training.stage, config.data.dataset, os.path.abspath(config.data.dataset_dir)])
 
 
-def _describe(entry: Any, facts: Mapping[Path, FileFacts]) -> dict[str, Any]:
-    described: dict[str, Any] = {}
-    for field in dataclasses.fields(entry):
-        value = getattr(entry, field.name)
-        if field.name == "name":
-            continue
-        if isinstance(value, tuple | list) and value and all(isinstance(item, Path) for item in value):
-            described["contents of its files"] = [[file.suffix, facts[file].sha256] for file in value]
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            described[field.name] = dataclasses.asdict(value)
-        else:
-            described[field.name] = value
-    return described
+def _describe(entry: DatasetEntry, facts: Mapping[Path, FileFacts]) -> dict[str, Any]:
+    described = dataclasses.asdict(entry)
+    del described["name"], described["files"]
+    contents = [[file.suffix, facts[file].sha256] for file in entry.files]
+    return {**described, "contents of its files": contents}
 
 
 def _read_facts(file: Path) -> FileFacts:

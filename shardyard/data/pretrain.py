@@ -20,6 +20,7 @@ import numpy as np
 from shardyard.data import sources
 from shardyard.data.pipeline import batched
 from shardyard.data.report import Encoded
+from shardyard.data.sources import DatasetEntry
 from shardyard.data.store import SampleBlock
 from shardyard.data.types import IGNORE_INDEX
 from shardyard.errors import UserError
@@ -126,7 +127,7 @@ class PretrainPipeline:
 
     def __init__(
         self,
-        entries: Sequence[Any],
+        entries: Sequence[DatasetEntry],
         tokenize: DocumentTokenizer,
         windows: Windows,
         *,

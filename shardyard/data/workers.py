@@ -44,7 +44,7 @@ def ordered_map(work: Callable[[T], R], batches: Iterable[T], *, workers: int) -
         yield from map(work, batches)
         return
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    with _single_threaded_tokenizers():
+    with quiet_forks():
         pool = ProcessPoolExecutor(
             workers, multiprocessing.get_context(method), initializer=_start, initargs=(work,)
         )
@@ -92,8 +92,11 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _single_threaded_tokenizers() -> Iterator[None]:
-    """Keep the tokenizers library from threads that a fork would cut off; it reads the environment only."""
+def quiet_forks() -> Iterator[None]:
+    """Fork processes without the tokenizers library's warning about its threads, which a fork cuts off.
+
+    It keeps to one thread in processes that see this variable; it can be told in no other way.
+    """
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -184,6 +184,16 @@ def test_loading_leaves_the_random_state_alone(workers):
     assert before == (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
 
 
+def test_starting_workers_after_tokenising_prints_nothing(capfd):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.encode_batch(["a"] * 100)  # now the library has used its threads
+    store = [make_sample(index) for index in range(4)]
+    assert len(contents(make_loader(store, make_sampler(4, 2), num_workers=1))) == 2
+    assert capfd.readouterr().err == ""
+
+
 class DeadlyStore(list):
     """A store whose reader is killed, as the kernel does when memory runs out."""
 

@@ -368,6 +368,14 @@ def test_followers_read_what_the_leader_tokenised(tmp_path, corpus, caplog):
     assert all(np.array_equal(stores[0][0].input_ids, store[0].input_ids) for store in stores)
 
 
+def test_a_file_system_that_is_not_shared_is_named(tmp_path, corpus):
+    board = Board()
+    board.publish("data/train/0", json.dumps({"path": str(tmp_path / "rank 0 only"), "key": "k"}))
+    config = make_config(tmp_path, corpus, data_shared_file_system=True)
+    with pytest.raises(UserError, match=r"data\.data_shared_file_system"):
+        build_train_data(config, make_tokenizer(), role=Role(is_leader=False), rendezvous=board)
+
+
 def test_the_leaders_fault_ends_every_rank_with_the_same_message(tmp_path):
     board, config = Board(), make_config(tmp_path, tmp_path / "missing.jsonl")
     errors = together(
