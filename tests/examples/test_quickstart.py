@@ -78,6 +78,7 @@ def test_the_chat_template_writes_every_kind_of_turn(tokenizer: Any) -> None:
         {"role": "user", "content": "Q"},
         {"role": "assistant", "content": "", "tool_calls": [call, call]},
         {"role": "tool", "content": "7"},
+        {"role": "tool", "content": "8"},
         {"role": "assistant", "content": "<think>\nw\n</think>\n\nR"},
         {"role": "user", "content": "again"},
     ]
@@ -95,7 +96,8 @@ def test_the_chat_template_writes_every_kind_of_turn(tokenizer: Any) -> None:
         '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\nQ<|im_end|>\n"
         f"<|im_start|>assistant\n<think>\n\n</think>\n\n{one_call}\n{one_call}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n7\n</tool_response>\n"
+        "<tool_response>\n8\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<think>\nw\n</think>\n\nR<|im_end|>\n"
         "<|im_start|>user\nagain<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
