@@ -1,0 +1,141 @@
+"""Text -> ids, with or without the special tokens that stand in the data's own text.
+
+With ``split_special_tokens`` a special token that a *row* spells out is plain text, while those that the
+*template* writes stay tokens. The row's are hidden before it is rendered (each becomes a private-use
+character) and put back afterwards, between the template's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+from shardyard.data.dropped import NotUsable
+from shardyard.data.types import Conversation, Message, ToolCall
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+Hidden = Mapping[str, str]
+"""Private-use character -> the special token's text that it stands for."""
+
+
+class TextTokenizer:
+    """Tokenises rendered text; never adds a token that the text does not hold."""
+
+    def __init__(self, tokenizer: Any, *, split_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._split = split_special_tokens
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = {token.content: token for token in added if token.special}
+        names = sorted(self._special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def hide(self, conversation: Conversation) -> tuple[Conversation, Hidden]:
+        """The conversation with the special tokens of its texts hidden, if they are to be split."""
+        if not self._split:
+            return conversation, {}
+        texts = "".join(_texts(dataclasses.asdict(conversation)))
+        found = sorted(set(self._pattern.findall(texts)))
+        if not found:
+            return conversation, {}
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in texts)
+        stand_ins = {token: character for token, character in zip(found, free, strict=False)}
+
+        def swap(text: str) -> str:
+            return self._pattern.sub(lambda match: stand_ins[match.group()], text)
+
+        return _map_texts(conversation, swap), {character: token for token, character in stand_ins.items()}
+
+    def ids(self, text: str, hidden: Hidden) -> list[int]:
+        """The ids of rendered text. Raises NotUsable for text that is not valid Unicode."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise NotUsable("text that is not valid Unicode (half of a surrogate pair)") from None
+        if not hidden:
+            return self._plain(text)
+        if any(f"\\u{ord(character):04x}" in text.lower() for character in hidden):
+            raise NotUsable("special tokens inside JSON that the chat template writes in ASCII")
+        ids: list[int] = []
+        position, strip_left = 0, False
+        for match in chain(self._pattern.finditer(text), [None]):
+            piece = text[position : match.start() if match else len(text)]
+            token = self._special[match.group()] if match else None
+            piece = piece.lstrip() if strip_left else piece
+            piece = piece.rstrip() if token and token.lstrip else piece
+            for character, spelled in hidden.items():
+                piece = piece.replace(character, spelled)
+            ids += self._plain(piece, split_special_tokens=True) if piece else []
+            if match and token:
+                ids.append(int(self._tokenizer.convert_tokens_to_ids(match.group())))
+                position, strip_left = match.end(), token.rstrip
+        return ids
+
+    def boundary(self, before: str, through: str, through_ids: list[int], hidden: Hidden) -> int:
+        """The index in ``through_ids`` at which the reply begins, ``before`` being all that stands before it.
+
+        A token that holds both the prompt's end and the reply's first white space (``\\n`` + ``\\n``) counts as
+        the prompt's. Raises NotUsable if it holds more of the reply than that.
+        """
+        before_ids = self.ids(before, hidden)
+        if through_ids[: len(before_ids)] == before_ids:
+            return len(before_ids)
+        pairs = enumerate(zip(before_ids, through_ids, strict=False))
+        common = next((i for i, (a, b) in pairs if a != b), len(through_ids))
+        if self._tokenizer.is_fast and not hidden:
+            offsets = self._tokenizer(through, add_special_tokens=False, return_offsets_mapping=True)[
+                "offset_mapping"
+            ]
+            inside = [i for i, (start, _) in enumerate(offsets) if start >= len(before)]
+            start = inside[0] if inside else len(offsets)
+            straddled = through[len(before) : offsets[start][0]] if inside else through[len(before) :]
+            if start == common + 1 and not straddled.strip():
+                return start
+        raise NotUsable("the prompt's last token and the reply's first are one token")
+
+    def _plain(self, text: str, **options: bool) -> list[int]:
+        ids = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)[
+            "input_ids"
+        ]
+        return list(ids)
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts inside nested values, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for key, item in value.items() for text in _texts(key) + _texts(item)]
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in _texts(item)]
+    return []
+
+
+def _map_value(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map_value(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_value(item, change) for item in value]
+    return value
+
+
+def _map_texts(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
+    def changed(message: Message) -> Message:
+        calls = (
+            ToolCall(change(call.name), _map_value(call.arguments, change)) for call in message.tool_calls
+        )
+        reasoning = None if message.reasoning is None else change(message.reasoning)
+        return Message(message.role, change(message.content), reasoning, tuple(calls))
+
+    system = None if conversation.system is None else change(conversation.system)
+    return Conversation(
+        tuple(changed(turn) for turn in conversation.turns),
+        system,
+        tuple(_map_value(tool, change) for tool in conversation.tools),
+        conversation.where,
+    )
