@@ -146,9 +146,12 @@ def start_ranks(command: Sequence[str], ranks: int, launch: Launch) -> int:
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
+            rank, failure = _first_failure(error)
+            if failure.exitcode == 2 and _cause(failure):
+                return 2  # the user's mistake, which that rank has told
             others = "; the other ranks were ended" if ranks * launch.nnodes > 1 else ""
-            print(_summary(error) + others, file=sys.stderr, flush=True)
-            return 2 if _first_failure(error)[1].exitcode == 2 else 1
+            print(_summary(rank, failure) + others, file=sys.stderr, flush=True)
+            return 1
         except SignalException as stop:
             print(f"stopped by {stop.sigval.name}; all ranks have ended", file=sys.stderr, flush=True)
             return 128 + stop.sigval
@@ -223,13 +226,10 @@ def _cause(failure: ProcessFailure) -> str:
     return str(message.get("message", "")) if isinstance(message, dict) else ""
 
 
-def _summary(error: ChildFailedError) -> str:
-    rank, failure = _first_failure(error)
+def _summary(rank: int, failure: ProcessFailure) -> str:
     head = f"training stopped: rank {rank} (pid {failure.pid})"
     if failure.exitcode < 0:
         hint = " (often the system out of memory)" if failure.signal_name() == "SIGKILL" else ""
         return f"{head} was killed by signal {-failure.exitcode}, {failure.signal_name()}{hint}"
     cause = _cause(failure)
-    if failure.exitcode == 2 and cause:
-        return f"{head} ended with exit code 2; its message stands above"
     return f"{head} ended with exit code {failure.exitcode}{': ' + cause if cause else ''}"

@@ -102,7 +102,7 @@ def test_ranks_that_succeed_end_with_0_and_share_the_cores(tmp_path: Path) -> No
             "from shardyard.cli.rank import guard\nfrom shardyard.errors import UserError\n"
             "def work(): raise UserError('data.json:3: no such column')\nguard(work)",
             2,
-            r"rank 1 \(pid {pid}\) ended with exit code 2; its message stands above",
+            r"^error: data.json:3: no such column$",
         ),
     ],
     ids=["killed", "exits", "raises", "user error"],
