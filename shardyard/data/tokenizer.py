@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def load_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer of ``tokenizer_name_or_path``, else of ``model_name_or_path``.
 
-    One without a padding token pads with its eos token. ``split_special_tokens`` is not set here but given to
-    the ``Encoder``: set on the tokenizer, it would split the template's own tokens too, and would be exported.
+    One without a padding token pads with its eos token. ``split_special_tokens`` is not set here but given
+    to the ``Encoder``: on the tokenizer it would split the template's own tokens too, and be exported.
 
     Raises:
         UserError: the folder is missing or holds no tokenizer, or the hub does not give one.

@@ -6,13 +6,13 @@ For the reply at turn k the template itself renders
     through = turns 0..k without it                         (what it should have made of it)
 
 The reply is what ``through`` adds to ``before``, and it is trained only if ``before`` is a true prefix of
-``through``, as text and as ids. Where the template has no generation prompt, or one that its own replies do not
-begin with, the reply begins where the renderings of two different replies part (``_header``). A reply whose
-text does not hold the row's words, or that does not end as the template ends replies, is dropped.
+``through``, as text and as ids. Where the template has no generation prompt, or one that its own replies do
+not begin with, the reply begins where the renderings of two different replies part (``_header``). A reply
+whose text does not hold the row's words, or that does not end as the template ends replies, is dropped.
 
-If ``through`` of one reply is a prefix of ``through`` of the next, both share a sample. Otherwise the template
-rewrites earlier turns (Qwen3 drops their thoughts) and a new sample begins: every reply is trained in the
-very context that the model will meet.
+If ``through`` of one reply is a prefix of ``through`` of the next, both share a sample. Otherwise the
+template rewrites earlier turns (Qwen3 drops their thoughts) and a new sample begins: every reply is trained
+in the very context that the model will meet.
 """
 
 from __future__ import annotations
@@ -108,16 +108,21 @@ class ChatTemplate:
         """Where the reply begins if not after ``before``; ``given`` is the rendering before any header.
 
         The renderings of two plain replies part at the reply's first character. What they share is the
-        header; it has to extend ``given``, and either it extends the generation prompt (a template without
-        one) or the generation prompt extends it (one that opens a thought which the template leaves out).
+        header, and it has to extend ``given``. A template without a generation prompt (``before`` is
+        ``given``) gives all of it. Where the generation prompt goes on in another way than the header (it
+        opens a thought that the template's replies lack or close at once), what both share is given.
         """
         first, second = (
             self._renderer.render(_answered(conversation, number, word), number + 1) for word in _PROBES
         )
         header = common_prefix(first, second)
-        if not header.startswith(given) or not (header.startswith(before) or before.startswith(header)):
-            raise NotUsable("the chat template rewrites the prompt when a reply follows it")
-        return header
+        if header.startswith(given):
+            if header.startswith(before):
+                return header
+            shared = common_prefix(header, before)
+            if len(shared) > len(given):
+                return shared
+        raise NotUsable("the chat template rewrites the prompt when a reply follows it")
 
     def _check_reply(self, turn: Message, reply: str) -> None:
         """Raise NotUsable unless ``reply`` holds what the row says and ends as replies end."""

@@ -77,8 +77,8 @@ class TextTokenizer:
     def boundary(self, before: str, through: str, through_ids: list[int], hidden: Hidden) -> int:
         """The index in ``through_ids`` at which the reply begins, ``before`` being all that stands before it.
 
-        A token that holds both the prompt's end and the reply's first white space (``\\n`` + ``\\n``) counts as
-        the prompt's. Raises NotUsable if it holds more of the reply than that.
+        A token that holds both the prompt's end and the reply's first white space (``\\n`` + ``\\n``) counts
+        as the prompt's. Raises NotUsable if it holds more of the reply than that.
         """
         before_ids = self.ids(before, hidden)
         if through_ids[: len(before_ids)] == before_ids:
