@@ -43,7 +43,7 @@ class Contestant:
 
     name: str
     process: Any
-    pipe: Connection
+    pipe: Any
     steps: list[Step] = field(default_factory=list)
     peak_bytes: int = 0
 

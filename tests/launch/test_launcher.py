@@ -151,13 +151,53 @@ def test_a_port_in_use_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_free_port_is_used_as_asked(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     run = Run(tmp_path, NOTE, str(port))
     run.wait()
     assert (run.process.returncode, run.err) == (0, "")
     assert [note[4] for note in run.notes()] == [str(port)] * 3
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+NODE = """
+import sys
+from shardyard.cli.train import Launch, start_ranks
+launch = Launch(nnodes=2, node_rank={node}, master_addr="127.0.0.1", master_port={port})
+sys.exit(start_ranks([sys.executable, "rank.py"], 2, launch))
+"""
+
+
+def test_two_machines_meet_at_the_address_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(NOTE, encoding="utf-8")
+    port = free_port()
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-c", NODE.format(node=node, port=port)], cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    endings = [(node.communicate(timeout=60)[1], node.returncode) for node in nodes]
+    assert endings == [("", 0)] * 2
+    notes = [(tmp_path / f"rank{rank}.txt").read_text().split()[1:3] for rank in range(4)]
+    assert notes == [["4", "0"], ["4", "1"], ["4", "0"], ["4", "1"]]
+
+
+def test_a_taken_port_of_several_machines_is_the_users_to_change(tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        code = NODE.format(node=0, port=busy.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert "UserError: the machines of this run did not meet at 127.0.0.1:" in done.stderr
 
 
 def test_a_choice_of_threads_is_kept(tmp_path: Path) -> None:
