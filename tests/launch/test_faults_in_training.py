@@ -53,7 +53,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Training:
     """A run on four ranks that would go on for long; its log goes to a file so that no pipe can fill up."""
 
-    def __init__(self, folder: Path, assets: Path, launcher: str, entry: Path | None) -> None:
+    def __init__(
+        self, folder: Path, assets: Path, launcher: str, entry: Path | None = None, more: tuple[str, ...] = ()
+    ) -> None:
         self.output, self.log_path = folder / "out", folder / "log.txt"
         config = [
             str(ROOT / "examples" / "quickstart" / "tune_tiny_qwen3.yaml"),
@@ -64,6 +66,7 @@ class Training:
             "training.max_steps=100000",
             "training.per_device_train_batch_size=1",
             "training.logging_steps=1",
+            *more,
         ]
         script = str(entry or ROOT / "train_fsdp2.py")
         if launcher == "torchrun":
@@ -112,12 +115,12 @@ def assert_all_gone(pids: dict[int, int]) -> None:
         )
 
 
-LAUNCHERS = [pytest.param("shardyard"), pytest.param("torchrun")]
+SOAK = pytest.mark.soak  # each case starts four ranks
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["shardyard", pytest.param("torchrun", marks=SOAK)])
 def test_a_killed_rank_ends_all_ranks_and_is_named(tmp_path: Path, assets: Path, launcher: str) -> None:
-    training = Training(tmp_path, assets, launcher, entry=None)
+    training = Training(tmp_path, assets, launcher)
     training.wait_for_step(2)
     pids = training.pids()
     assert sorted(pids) == list(range(RANKS))
@@ -135,7 +138,7 @@ def test_a_killed_rank_ends_all_ranks_and_is_named(tmp_path: Path, assets: Path,
         assert re.search(rf"rank\s*: {VICTIM} .*\n.*exitcode\s*: -9 \(pid: {pids[VICTIM]}\)", log), log
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("shardyard", marks=SOAK)])
 def test_a_raising_rank_ends_all_ranks_and_says_why(tmp_path: Path, assets: Path, launcher: str) -> None:
     entry = tmp_path / "entry.py"
     entry.write_text(RAISING_ENTRY, encoding="utf-8")
@@ -151,3 +154,16 @@ def test_a_raising_rank_ends_all_ranks_and_says_why(tmp_path: Path, assets: Path
     assert heads == [str(VICTIM)], log
     if launcher == "shardyard":
         assert log.strip().splitlines()[-1].startswith(f"training stopped: rank {VICTIM} (pid ")
+
+
+def test_a_nan_that_all_ranks_see_is_told_once_and_no_step_is_recorded_after_it(
+    tmp_path: Path, assets: Path
+) -> None:
+    # After one update with this learning rate every weight is far beyond what a forward can take.
+    wild = ("training.lr=1e30", "training.lr_scheduler_type=constant", "training.warmup_ratio=0")
+    training = Training(tmp_path, assets, "shardyard", more=wild)
+    assert training.process.wait(timeout=240) == 1, training.text()
+    log = training.text()
+    heads = re.findall(r"^rank \d+ \(.*\): step 2: .*NaN or Inf", log, re.M)
+    assert len(heads) == 1 and "Traceback" not in log, log
+    assert (training.output / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 1
