@@ -1,0 +1,15 @@
+"""The store of a run's checkpoints, and the verified Hugging Face export."""
+
+from shardyard.checkpoint.export import ExportReport, check_exportable, export_hf
+from shardyard.checkpoint.output_dir import prepare_output_dir
+from shardyard.checkpoint.store import CheckpointStore, Restored, fault_of
+
+__all__ = [
+    "CheckpointStore",
+    "ExportReport",
+    "Restored",
+    "check_exportable",
+    "export_hf",
+    "fault_of",
+    "prepare_output_dir",
+]

@@ -104,8 +104,7 @@ def key_parts(
 ) -> dict[str, Any]:
     """All that the samples depend on, under names that a message can show.
 
-    ``entries`` are the resolved datasets (dataclasses with their files' paths); ``facts`` of each of their
-    files.
+    ``facts`` hold every file of ``entries``.
     """
     parts: dict[str, Any] = {"code version": CODE_VERSION, "training.stage": config.training.stage}
     parts["model.split_special_tokens"] = config.model.split_special_tokens
@@ -113,10 +112,12 @@ def key_parts(
         if name not in _CHANGE_NO_TOKEN:
             parts[f"data.{name}"] = value
     for number, entry in enumerate(entries, start=1):
-        described = _describe(entry, facts)
-        for name, value in described.items():
+        for name, value in _describe(entry, facts).items():
             parts[f"dataset {number}: {name}"] = value
-    return {**parts, **tokenizer_parts(tokenizer)}
+    parts |= tokenizer_parts(tokenizer)
+    return json.loads(
+        json.dumps(parts, default=str)
+    )  # as it will be read back, so that the two compare equal
 
 
 def tokenizer_parts(tokenizer: Any) -> dict[str, Any]:

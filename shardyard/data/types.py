@@ -36,7 +36,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row after conversion: its turns without the system message. ``where`` is ``file:line`` (or ``file:row``)."""
+    """One row after conversion: its turns without the system message. ``where`` is ``file:line`` (or
+    ``file:row``).
+    """
 
     turns: tuple[Message, ...]
     system: str | None = None
@@ -48,8 +50,10 @@ class Conversation:
 class Sample:
     """One tokenised training sample.
 
-    ``input_ids`` [n] and ``labels`` [n] are int32; ``labels[t]`` is the *target* of position t (shifted once, here and
-    nowhere else), ``IGNORE_INDEX`` at the last token of each document. ``doc_lens`` are the lengths of its attention
+    ``input_ids`` [n] and ``labels`` [n] are int32; ``labels[t]`` is the *target* of position t (shifted
+    once, here and
+    nowhere else), ``IGNORE_INDEX`` at the last token of each document. ``doc_lens`` are the lengths of its
+    attention
     segments (sum n): one for a conversation, several for a pretraining window with ``reset_attention_mask``.
     """
 
@@ -63,8 +67,10 @@ class MicroBatch:
     """Rows end to end, without padding; what one forward and backward reads.
 
     ``input_ids``, ``labels``, ``position_ids`` are int64 [T]; ``position_ids`` restart at 0 in each document;
-    ``doc_lens`` (D lengths, sum T) says where attention stops. ``sample_ids`` are the dataset indices of its rows. A rank
-    whose share of a global batch is empty gets a *filler*: one token without a label and no sample id, so that the
+    ``doc_lens`` (D lengths, sum T) says where attention stops. ``sample_ids`` are the dataset indices of its
+    rows. A rank
+    whose share of a global batch is empty gets a *filler*: one token without a label and no sample id, so
+    that the
     collectives of all ranks match.
     """
 
@@ -88,6 +94,8 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     epoch: int
     start: int
-    """The run's data cursor before this batch: samples consumed since the run began, over all epochs and ranks."""
+    """The run's data cursor before this batch: samples consumed since the run began, over all epochs and
+    ranks.
+    """
     end: int
     """The cursor after it; ``end - start`` is the number of samples in the global batch."""

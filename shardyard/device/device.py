@@ -1,6 +1,7 @@
 """Which device this process computes on, and what that device can tell about itself.
 
-Every other room takes a `Device` and never names one. The CPU is a first-class device, but it is not chosen in
+Every other room takes a `Device` and never names one. The CPU is a first-class device, but it is not chosen
+in
 silence on a machine that has an accelerator.
 """
 
@@ -109,13 +110,16 @@ def _refuse_unusable_hardware() -> None:
     if glob.glob("/dev/davinci[0-9]*") and not hidden["npu"]:
         cause = "torch_npu is not installed" if find_spec("torch_npu") is None else "torch_npu sees no device"
         raise UserError(
-            f"no NPU found, though this machine has one: {cause}. Did you source the CANN set_env.sh and install the "
-            "torch_npu that matches your torch? To train on the CPU all the same, set ASCEND_RT_VISIBLE_DEVICES= (empty)."
+            f"no NPU found, though this machine has one: {cause}. Did you source the CANN set_env.sh and "
+            f"install the "
+            "torch_npu that matches your torch? To train on the CPU all the same, set "
+            "ASCEND_RT_VISIBLE_DEVICES= (empty)."
         )
     if glob.glob("/dev/nvidia[0-9]*") and not hidden["cuda"]:
         cause = "this torch was built without CUDA" if torch.version.cuda is None else "CUDA does not start"
         raise UserError(
-            f"no GPU found, though this machine has one: {cause}. Install the torch build for your CUDA version. To "
+            f"no GPU found, though this machine has one: {cause}. Install the torch build for your CUDA "
+            f"version. To "
             "train on the CPU all the same, set CUDA_VISIBLE_DEVICES= (empty)."
         )
 
@@ -136,7 +140,8 @@ def detect_device() -> Device:
         return Device("cpu")
     if local_ranks() > count:
         raise UserError(
-            f"{local_ranks()} ranks were started on this machine, which has {count} {kind} device(s): start at most "
+            f"{local_ranks()} ranks were started on this machine, which has {count} {kind} device(s): start "
+            f"at most "
             f"{count} ranks here (--nproc_per_node {count})."
         )
     return Device(kind, int(os.environ.get("LOCAL_RANK", "0")))

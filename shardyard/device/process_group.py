@@ -22,7 +22,8 @@ _HEARTBEAT_S = 30.0
 class ProcessGroup:
     """The ranks of this run.
 
-    `gather` carries a few numbers of each rank to all ranks in one collective; `publish` and `wait` hand a text over
+    `gather` carries a few numbers of each rank to all ranks in one collective; `publish` and `wait` hand a
+    text over
     through the store, without a collective, for work that may take longer than a collective's time limit.
     """
 
@@ -58,7 +59,9 @@ class ProcessGroup:
         self._store.set(f"shardyard/{key}", value)
 
     def wait(self, key: str) -> str:
-        """The value that another rank publishes under ``key``; a line tells every half minute that we wait."""
+        """The value that another rank publishes under ``key``; a line tells every half minute that we
+        wait.
+        """
         name, started, told = f"shardyard/{key}", time.monotonic(), 0.0
         while not self._store.check([name]):
             waited = time.monotonic() - started
@@ -89,7 +92,8 @@ def start_process_group(device: Device, *, timeout_minutes: float = 30.0) -> Pro
         except (dist.DistError, ValueError) as error:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise UserError(
-                f"cannot meet the other ranks at {address} (MASTER_ADDR, MASTER_PORT): {error}. Check that rank 0's "
+                f"cannot meet the other ranks at {address} (MASTER_ADDR, MASTER_PORT): {error}. Check that "
+                f"rank 0's "
                 "machine is reachable and the port is free."
             ) from error
     dist.init_process_group(

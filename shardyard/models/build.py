@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def build_model(
     return BuiltModel(model, config, source, precision, unpacked)
 
 
-def _from_seed(cls: Any, config: Any, attention: str | None, placement: Placement, seed: int) -> PreTrainedModel:
+def _from_seed(
+    cls: Any, config: Any, attention: str | None, placement: Placement, seed: int
+) -> PreTrainedModel:
     config.distributed_config = placement.distributed_config
     with torch.device("meta"):
         model = cls._from_config(config, attn_implementation=attention, dtype=torch.float32)
@@ -78,10 +81,13 @@ def _from_seed(cls: Any, config: Any, attention: str | None, placement: Placemen
     return model
 
 
-def _from_weights(cls: Any, config: Any, source: Path, attention: str | None, options: ModelConfig) -> PreTrainedModel:
+def _from_weights(
+    cls: Any, config: Any, source: Path, attention: str | None, options: ModelConfig
+) -> PreTrainedModel:
     if not has_weights(source):
         raise UserError(
-            f"model.model_name_or_path: {source} holds no weights (*.safetensors). To start from random weights set "
+            f"model.model_name_or_path: {source} holds no weights (*.safetensors). To start from random "
+            f"weights set "
             "model.train_from_scratch: true."
         )
     extra = {"attn_implementation": attention} if attention else {}
@@ -91,7 +97,9 @@ def _from_weights(cls: Any, config: Any, source: Path, attention: str | None, op
             distributed_config=cls.placement.distributed_config, trust_remote_code=options.trust_remote_code, **extra,
         )  # fmt: skip
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"model.model_name_or_path: the weights of {source} cannot be read: {error}") from error
+        raise UserError(
+            f"model.model_name_or_path: the weights of {source} cannot be read: {error}"
+        ) from error
     _refuse_incomplete(model, info, source)
     return model
 
@@ -100,16 +108,20 @@ def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
     for kind, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
         if keys := sorted(map(str, info.get(kind) or ())):
             raise UserError(
-                f"model.model_name_or_path: the weights in {source} {what} {len(keys)} tensor(s) that config.json asks "
+                f"model.model_name_or_path: the weights in {source} {what} {len(keys)} tensor(s) that "
+                f"config.json asks "
                 f"for: {', '.join(keys[:5])}. Do they belong to this config.json?"
             )
     if unexpected := sorted(info.get("unexpected_keys") or ()):
-        logger.warning("%s holds %d tensors that this model does not use: %s", source, len(unexpected), unexpected[:5])
+        logger.warning(
+            "%s holds %d tensors that this model does not use: %s", source, len(unexpected), unexpected[:5]
+        )
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     for target, origin in tied.items():
         if model.get_parameter(target) is not model.get_parameter(origin):
             raise UserError(
-                f"model.model_name_or_path: config.json ties {target} to {origin}, but {source} holds two different "
+                f"model.model_name_or_path: config.json ties {target} to {origin}, but {source} holds two "
+                f"different "
                 "tensors. Set model.config_overrides: {tie_word_embeddings: false} to train them apart."
             )
     for name, parameter in model.named_parameters():
@@ -118,7 +130,7 @@ def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
             raise UserError(f"model.model_name_or_path: {name} in {source} holds NaN or Inf")
 
 
-def _freeze(model: Any, patterns: list[str]) -> None:
+def _freeze(model: Any, patterns: Sequence[str]) -> None:
     """Stop the training of parameters whose name, or whose module's name, a pattern matches."""
     unused = set(patterns)
     for name, parameter in model.named_parameters():

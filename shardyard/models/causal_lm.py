@@ -1,13 +1,17 @@
 """The seam to transformers: a subclass, made at run time, of the class that a config names.
 
-transformers owns the model code, the reading of sharded weights and the on-disk conversions. Three methods are ours:
-`prepare_distribute_model` (always both meshes, on the device that the device room chose), `maybe_distribute_model`
-(our own parallelism, called between construction on meta and the reading of weights) and `forward` (from tokens to
+transformers owns the model code, the reading of sharded weights and the on-disk conversions. Three methods
+are ours:
+`prepare_distribute_model` (always both meshes, on the device that the device room chose),
+`maybe_distribute_model`
+(our own parallelism, called between construction on meta and the reading of weights) and `forward` (from
+tokens to
 the sum of the loss, all inside the FSDP root, since nothing may call the body or the head from outside it).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +48,9 @@ class TrainableCausalLM:
     placement: Placement
 
     @classmethod
-    def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
+    def prepare_distribute_model(
+        cls, distributed_config: Any, device_map: Any = None
+    ) -> tuple[Any, Any, Any]:
         meshes, device = cls.placement.meshes, cls.placement.device
         # None is the host: where a CPU computes, and where offloaded parameters live between uses.
         on_host = cls.placement.parallel.cpu_offload or not device.is_accelerator
@@ -72,12 +78,13 @@ class TrainableCausalLM:
     ) -> torch.Tensor:
         """The sum of the cross entropy over labelled positions, fp32 [].
 
-        ``input_ids``, ``position_ids``, ``labels`` are [1, T]; labels are targets, shifted already, -100 where nothing
+        ``input_ids``, ``position_ids``, ``labels`` are [1, T]; labels are targets, shifted already, -100
+        where nothing
         is trained. Logits exist at labelled positions only. With ``labels`` None: all logits [1, T, V].
         """
         keep = torch.nonzero(labels[0] != -100).squeeze(-1) if labels is not None else 0
         extra: dict[str, Any] = {"doc_lens": doc_lens} if doc_lens is not None else {}
-        keeps = "logits_to_keep" in _parameters(type(self).__mro__[2])
+        keeps = _keeps_logits(type(self))
         if keeps:
             extra["logits_to_keep"] = keep
         outputs = super().forward(  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,8 +97,11 @@ class TrainableCausalLM:
         return F.cross_entropy(logits.float(), labels[0].index_select(0, keep), reduction="sum")
 
 
-def _parameters(cls: type) -> frozenset[str]:
-    return frozenset(inspect.signature(cls.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue]
+@functools.cache
+def _keeps_logits(cls: type) -> bool:
+    """Whether the family's own forward, the next one after ours, makes logits only where it is told to."""
+    family = cls.__mro__[cls.__mro__.index(TrainableCausalLM) + 1]
+    return "logits_to_keep" in inspect.signature(family.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def base_class(config: PreTrainedConfig, source: str, *, trust_remote_code: bool) -> type[PreTrainedModel]:
@@ -108,7 +118,8 @@ def base_class(config: PreTrainedConfig, source: str, *, trust_remote_code: bool
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise UserError(
-            f"model.model_name_or_path: {source} is a {config.model_type!r} model, and transformers has no causal "
+            f"model.model_name_or_path: {source} is a {config.model_type!r} model, and transformers has no "
+            f"causal "
             "language model of that type"
         )
     found = mapping[type(config)]
@@ -120,4 +131,6 @@ def base_class(config: PreTrainedConfig, source: str, *, trust_remote_code: bool
 
 def trainable_class(base: type[PreTrainedModel], placement: Placement) -> type[PreTrainedModel]:
     """``base`` with our three methods. It keeps the name and module, which end in the exported config."""
-    return type(base.__name__, (TrainableCausalLM, base), {"__module__": base.__module__, "placement": placement})
+    return type(
+        base.__name__, (TrainableCausalLM, base), {"__module__": base.__module__, "placement": placement}
+    )

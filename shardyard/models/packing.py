@@ -1,7 +1,9 @@
 """May the documents of a micro-batch share one forward of this architecture?
 
-Some architectures leak from one document to the next whatever the attention does (linear attention, convolutions,
-alibi ...). So two conditions must hold: the family is on the list that was measured, and a self-test at start finds two
+Some architectures leak from one document to the next whatever the attention does (linear attention,
+convolutions,
+alibi ...). So two conditions must hold: the family is on the list that was measured, and a self-test at
+start finds two
 packed documents equal to each alone.
 """
 
@@ -14,8 +16,26 @@ from torch.distributed.fsdp import FSDPModule
 
 # Measured packed against alone, with the documents attention: difference below 1e-5.
 MEASURED = frozenset(
-    "cohere2 deepseek_v3 falcon gemma3_text glm4 glm4_moe gpt2 gpt_neox llama mistral mixtral olmo2 phi3 qwen2 qwen3 "
-    "qwen3_moe smollm3 starcoder2".split()
+    [
+        "cohere2",
+        "deepseek_v3",
+        "falcon",
+        "gemma3_text",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+    ]
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -47,8 +67,8 @@ def leak(model: Any, *, vocab_size: int, device: torch.device) -> float:
         second = model(input_ids=tokens[:, 7:], position_ids=positions[:, 7:], doc_lens=(5,)).float()
     finally:
         model.train(was_training)
-        # A forward without a backward leaves modules gathered, the root for one; whoever lists the parameters next
-        # (the optimizer) must find the sharded ones.
+        # A forward without a backward leaves modules gathered, the root for one; whoever lists the
+        # parameters next (the optimizer) must find the sharded ones.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

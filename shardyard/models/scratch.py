@@ -1,7 +1,9 @@
 """Initial weights that do not depend on the layout.
 
-Each module draws its parameters whole, from a generator seeded by (seed, module name), and every rank keeps its slice.
-So any number of ranks starts from the same weights, and no rank holds more than one block of the model at a time.
+Each module draws its parameters whole, from a generator seeded by (seed, module name), and every rank keeps
+its slice.
+So any number of ranks starts from the same weights, and no rank holds more than one block of the model at a
+time.
 (transformers' own initialisation of sharded tensors gives every rank the same shard.)
 """
 
@@ -36,7 +38,9 @@ def initialise_from_seed(model: PreTrainedModel, seed: int, device: torch.device
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """(module, whole subtree?): each FSDP block as a whole, then the modules around them one by one, children first."""
+    """(module, whole subtree?): each FSDP block as a whole, then the modules around them one by one,
+    children first.
+    """
     inner = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     outermost = [m for m in inner if not any(m is not o and m in set(o.modules()) for o in inner)]
     yield from ((module, True) for module in outermost)
@@ -44,7 +48,11 @@ def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def _initialise_block(
-    model: PreTrainedModel, block: tuple[nn.Module, bool], names: dict[nn.Module, str], done: set[nn.Module], seed: int
+    model: PreTrainedModel,
+    block: tuple[nn.Module, bool],
+    names: dict[nn.Module, str],
+    done: set[nn.Module],
+    seed: int,
 ) -> None:
     module, subtree = block
     members = [m for m in (reversed(list(module.modules())) if subtree else [module]) if m not in done]
@@ -73,13 +81,18 @@ def _whole_like(parameter: DTensor) -> torch.Tensor:
 def _copy_slice(whole: torch.Tensor, parameter: DTensor) -> None:
     # src_data_rank=None: every rank has the whole tensor, so the slice is taken without a broadcast.
     sliced = distribute_tensor(
-        whole.to(parameter.device_mesh.device_type), parameter.device_mesh, parameter.placements, src_data_rank=None
+        whole.to(parameter.device_mesh.device_type),
+        parameter.device_mesh,
+        parameter.placements,
+        src_data_rank=None,
     )
     parameter.to_local().copy_(sliced.to_local())
 
 
 def _initialiser(model: PreTrainedModel, module: nn.Module, names: dict[nn.Module, str]) -> PreTrainedModel:
-    """The innermost sub-model that holds ``module``: composite models initialise each part by its own rule."""
+    """The innermost sub-model that holds ``module``: composite models initialise each part by its own
+    rule.
+    """
     found, name = model, names[module]
     for candidate in model.modules():
         prefix = names[candidate]

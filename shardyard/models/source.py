@@ -30,10 +30,14 @@ def resolve_source(model: ModelConfig, *, fetch_first: Callable[[Callable[[], st
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"model.model_name_or_path: {name} holds no config.json; is it a Hugging Face model folder?")
+            raise UserError(
+                f"model.model_name_or_path: {name} holds no config.json; is it a Hugging Face model folder?"
+            )
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(f"model.model_name_or_path: no folder {name}. Name a model folder or a hub id such as org/name.")
+        raise UserError(
+            f"model.model_name_or_path: no folder {name}. Name a model folder or a hub id such as org/name."
+        )
     return Path(fetch_first(lambda: _download(model)))
 
 
@@ -63,14 +67,16 @@ def load_model_config(model: ModelConfig, source: Path) -> PreTrainedConfig:
     """The model's config with ``model.config_overrides`` applied.
 
     Raises:
-        UserError: a type that transformers lacks, code that the user did not allow, a ``model_id`` that disagrees, or
+        UserError: a type that transformers lacks, code that the user did not allow, a ``model_id`` that
+        disagrees, or
             an override of a key that the config does not have.
     """
     try:
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
         raise UserError(
-            f"model.model_name_or_path: the config.json of {source} cannot be used: {str(error).strip().splitlines()[0]}"
+            f"model.model_name_or_path: the config.json of {source} cannot be used: "
+            f"{str(error).strip().splitlines()[0]}"
         ) from error
     check_model_id(model.model_id, config.model_type)
     apply_overrides(config, model.config_overrides or {})
@@ -81,7 +87,8 @@ def check_model_id(model_id: str | None, model_type: str) -> None:
     """Raises UserError when ``model.model_id`` names another family than config.json does."""
     if model_id is not None and _MODEL_IDS.get(model_id, model_id) != model_type:
         raise UserError(
-            f"model.model_id: {model_id!r}, but config.json says model_type {model_type!r}. Remove model_id or set it to "
+            f"model.model_id: {model_id!r}, but config.json says model_type {model_type!r}. Remove model_id "
+            f"or set it to "
             "the model's own type."
         )
 

@@ -1,4 +1,6 @@
-"""The start-up table, read from live tensors: what is stored, trained, computed, reduced and exported, and how much."""
+"""The start-up table, read from live tensors: what is stored, trained, computed, reduced and exported, and
+how much.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from shardyard.models.build import BuiltModel
 
 
 def startup_table(built: BuiltModel, layout: Layout, optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Lines of the table. Bytes are this rank's, before the first step; the optimizer's are those of its two moments."""
+    """Lines of the table. Bytes are this rank's, before the first step; the optimizer's are those of its two
+    moments.
+    """
     parameters = list(built.model.parameters())
     total = sum(p.numel() for p in parameters)
     trainable = [p for p in parameters if p.requires_grad]
@@ -24,7 +28,8 @@ def startup_table(built: BuiltModel, layout: Layout, optimizer: torch.optim.Opti
     if layout.dp_replicate > 1:
         spared = total * 4 // layout.world_size
         yield (
-            f"{'hybrid sharding':<22}{layout.dp_replicate} replicas cost each rank {_mib(held - spared)} of parameters more "
+            f"{'hybrid sharding':<22}{layout.dp_replicate} replicas cost each rank {_mib(held - spared)} of "
+            f"parameters more "
             f"than sharding over all {layout.world_size} ranks"
         )
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))

@@ -1,7 +1,9 @@
 """Attention that stops at a document's end.
 
-Rows of a micro-batch lie end to end in one sequence [1, T]. This runs one causal scaled-dot-product attention per
-document, so no mask matrix exists and no document sees another. It is registered with transformers under `NAME`; the
+Rows of a micro-batch lie end to end in one sequence [1, T]. This runs one causal scaled-dot-product
+attention per
+document, so no mask matrix exists and no document sees another. It is registered with transformers under
+`NAME`; the
 lengths travel as the private keyword `doc_lens` from the model's forward to here.
 """
 

@@ -1,6 +1,7 @@
 """The gradient norm and clipping, right for any sharding.
 
-torch's own refuses parameters of different meshes. Here each rank adds up the squares of what it alone answers for;
+torch's own refuses parameters of different meshes. Here each rank adds up the squares of what it alone
+answers for;
 the sum over all ranks is the square of the norm, whatever the mesh of each parameter.
 """
 
@@ -33,7 +34,9 @@ def _answers_for(grad: torch.Tensor, rank: int) -> bool:
         raise RuntimeError("a gradient is still a partial sum when its norm is taken")
     coordinate = grad.device_mesh.get_coordinate()
     assert coordinate is not None
-    return all(c == 0 for c, placement in zip(coordinate, grad.placements, strict=True) if placement.is_replicate())
+    return all(
+        c == 0 for c, placement in zip(coordinate, grad.placements, strict=True) if placement.is_replicate()
+    )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,18 +15,24 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """AdamW in its fused form: one pass over each parameter, several times faster than the loop on every device.
+    """AdamW in its fused form: one pass over each parameter, several times faster than the loop on every
+    device.
 
     The learning rate is set before each step by the schedule. Weight decay leaves out norms and biases unless
     ``training.decay_norm_and_bias``.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if gathered := [name for name, p in named if not isinstance(p, DTensor)]:
-        raise RuntimeError(f"parameters are gathered while the optimizer is built, it would never see them: {gathered}")
+        raise RuntimeError(
+            f"parameters are gathered while the optimizer is built, it would never see them: {gathered}"
+        )
     everything = training.decay_norm_and_bias
     decayed = [p for name, p in named if everything or decays(name, p)]
     plain = [p for name, p in named if not (everything or decays(name, p))]
-    groups = [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": training.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=training.lr,

@@ -1,6 +1,7 @@
 """The learning rate of each update, in closed form.
 
-A schedule has no state: update k of a run has the same learning rate whether the run was interrupted or not, and on
+A schedule has no state: update k of a run has the same learning rate whether the run was interrupted or not,
+and on
 any number of ranks.
 """
 
@@ -26,11 +27,14 @@ class Schedule:
     @classmethod
     def of(cls, training: TrainingConfig, total: int) -> Schedule:
         """``warmup_steps`` wins over ``warmup_ratio``, whose share of the updates is rounded down."""
-        warmup = training.warmup_steps if training.warmup_steps is not None else int(total * training.warmup_ratio)
+        warmup = (
+            training.warmup_steps if training.warmup_steps is not None else int(total * training.warmup_ratio)
+        )
         return cls(training.lr_scheduler_type, training.lr, min(training.min_lr, training.lr), warmup, total)
 
     def lr_at(self, update: int) -> float:
-        """Update k of W warm-up updates: lr k/W. Then p goes from 0 at the last full-rate update to 1 at the last update:
+        """Update k of W warm-up updates: lr k/W. Then p goes from 0 at the last full-rate update to 1 at the
+        last update:
 
         cosine min_lr + (lr - min_lr)(1 + cos(pi p))/2, linear lr + (min_lr - lr) p, constant lr.
         """

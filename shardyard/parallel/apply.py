@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 
 from shardyard.config import ParallelConfig
@@ -26,7 +32,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Precision:
-    """``compute`` is the dtype of forward and backward, ``reduce`` of gradient sums; storage is always fp32."""
+    """``compute`` is the dtype of forward and backward, ``reduce`` of gradient sums; storage is always
+    fp32.
+    """
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -42,7 +50,9 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=self.reduce)
 
 
-def apply_parallelism(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, device: Device) -> nn.Module:
+def apply_parallelism(
+    model: nn.Module, parallel: ParallelConfig, meshes: Meshes, device: Device
+) -> nn.Module:
     """Recompute, then FSDP2. TP, EP, CP and compile take their places here when they come.
 
     Raises:
@@ -58,12 +68,15 @@ def apply_recompute(model: nn.Module, parallel: ParallelConfig) -> None:
     if not parallel.recompute:
         return
     for _, module in _select_blocks(model, parallel, "recompute_modules"):
-        # On the instance, under the module's call: FSDP's hooks stay outside, and no parameter changes its name.
+        # On the instance, under the module's call: FSDP's hooks stay outside, and no parameter changes its
+        # name.
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, device: Device) -> None:
-    """Shard each matched module on its own and what is left with the root; ignored modules stay whole on every rank."""
+    """Shard each matched module on its own and what is left with the root; ignored modules stay whole on
+    every rank.
+    """
     precision = Precision.of(parallel, device)
     # Offloaded parameters are pinned for the copy to an accelerator; pinning raises without one.
     offload = CPUOffloadPolicy(pin_memory=device.is_accelerator) if parallel.cpu_offload else OffloadPolicy()
@@ -77,14 +90,18 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     groups = _fsdp_groups(model, parallel)
     for group in reversed(groups):
         shard(
-            group if len(group) > 1 else group[0], mesh=meshes.fsdp, reshard_after_forward=parallel.reshard_after_forward
+            group if len(group) > 1 else group[0],
+            mesh=meshes.fsdp,
+            reshard_after_forward=parallel.reshard_after_forward,
         )
     shard(model, mesh=meshes.fsdp)
     _set_prefetch([group[0] for group in groups], parallel)
 
 
 def _fsdp_groups(model: nn.Module, parallel: ParallelConfig) -> list[list[nn.Module]]:
-    """One list per FSDP group. Modules that share a tied parameter share the group, so both see it gathered."""
+    """One list per FSDP group. Modules that share a tied parameter share the group, so both see it
+    gathered.
+    """
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -103,7 +120,9 @@ def _fsdp_groups(model: nn.Module, parallel: ParallelConfig) -> list[list[nn.Mod
 
 
 def _select_blocks(model: nn.Module, parallel: ParallelConfig, field: str) -> list[tuple[str, nn.Module]]:
-    """The modules of a pattern list. Its default fits most families; the others name their blocks themselves."""
+    """The modules of a pattern list. Its default fits most families; the others name their blocks
+    themselves.
+    """
     patterns = getattr(parallel, field)
     modules = dict(model.named_modules())
     default = type(parallel).model_fields[field].get_default(call_default_factory=True)

@@ -13,7 +13,8 @@ from shardyard.config.layout import Layout
 class Meshes:
     """The two views of the same ranks.
 
-    ``dense`` (pp, dp_replicate, fsdp, tp) for everything but experts, ``expert`` (pp, dp_replicate, efsdp, ep) for
+    ``dense`` (pp, dp_replicate, fsdp, tp) for everything but experts, ``expert`` (pp, dp_replicate, efsdp,
+    ep) for
     experts, ``replicate`` (dp, 1) for modules that stay whole on every rank.
     """
 

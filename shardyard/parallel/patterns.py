@@ -1,4 +1,6 @@
-"""The pattern language that names modules: `{*}` digits, `{a-b}` a range of digits, `*` any text, `?` one character."""
+"""The pattern language that names modules: `{*}` digits, `{a-b}` a range of digits, `*` any text, `?` one
+character.
+"""
 
 from __future__ import annotations
 
@@ -62,13 +64,17 @@ def select(patterns: Sequence[str] | None, names: Iterable[str], *, key: str) ->
     unmatched = [p for p in patterns if not any(matches(p, name) for name in names)]
     if unmatched and len(unmatched) == len(patterns):
         shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "{*}", name) for name in names if name))
-        raise UserError(f"{key}: {', '.join(patterns)} matches nothing in this model, which has: {shown[:600]}")
+        raise UserError(
+            f"{key}: {', '.join(patterns)} matches nothing in this model, which has: {shown[:600]}"
+        )
     for pattern in unmatched:
         logger.warning("%s: %s matches nothing in this model", key, pattern)
     return [name for name in names if any(matches(p, name) for p in patterns)]
 
 
-def select_modules(model: nn.Module, patterns: Sequence[str] | None, *, key: str) -> list[tuple[str, nn.Module]]:
+def select_modules(
+    model: nn.Module, patterns: Sequence[str] | None, *, key: str
+) -> list[tuple[str, nn.Module]]:
     """The modules that any pattern matches, parents before children."""
     modules = dict(model.named_modules())
     return [(name, modules[name]) for name in select(patterns, modules, key=key)]

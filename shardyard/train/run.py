@@ -97,7 +97,9 @@ def _assemble(
     training = config.training
     sampler = ElasticSampler(
         len(data.store),
-        global_batch=training.per_device_train_batch_size * training.gradient_accumulation_steps * meshes.dp_size,
+        global_batch=training.per_device_train_batch_size
+        * training.gradient_accumulation_steps
+        * meshes.dp_size,
         seed=training.seed,
         shuffle=not training.disable_shuffling,
         drop_last=training.dataloader_drop_last,
@@ -129,7 +131,9 @@ def _assemble(
         num_examples=len(data.store), num_epochs=training.num_train_epochs, total_batch_size=sampler.global_batch,
         gradient_accumulation_steps=training.gradient_accumulation_steps, total_steps=schedule.total,
     )  # fmt: skip
-    return Trainer(step, batches, schedule, monitor, store, group, training, sampler, state, saved_at=state.step)
+    return Trainer(
+        step, batches, schedule, monitor, store, group, training, sampler, state, saved_at=state.step
+    )
 
 
 def _report_config(loaded: Loaded, layout: Layout, device: Device) -> None:
@@ -146,7 +150,11 @@ def _build_data(config: Config, tokenizer: Any, group: ProcessGroup) -> TrainDat
         shared_file_system=config.data.data_shared_file_system,
     )  # fmt: skip
     data = build_train_data(config, tokenizer, role=role, rendezvous=group, local_ranks=local_ranks())
-    for line in [*data.report.lines(), "training example (trained part in [[ ]]):", *data.preview_text.splitlines()]:
+    for line in [
+        *data.report.lines(),
+        "training example (trained part in [[ ]]):",
+        *data.preview_text.splitlines(),
+    ]:
         logger.info(line)
     return data
 
@@ -156,7 +164,8 @@ def _check_vocabulary(data: TrainData, vocab_size: int) -> None:
     largest = data.report.largest_id
     if largest >= vocab_size:
         raise UserError(
-            f"model.tokenizer_name_or_path: the data holds token id {largest}, but the model's vocabulary has "
+            f"model.tokenizer_name_or_path: the data holds token id {largest}, but the model's vocabulary "
+            f"has "
             f"{vocab_size} entries; use the tokenizer that belongs to the model"
         )
 
@@ -169,7 +178,9 @@ def _open_output_dir(config: Config) -> str:
     found = CheckpointStore(output_dir, save_total_limit=None).resolve(wanted) if wanted else None
     prepare_output_dir(output_dir, resuming=wanted is not None, overwrite=training.overwrite_output_dir)
     if wanted == "latest" and found is None:
-        logger.info("resume_from_checkpoint: latest, but %s holds no checkpoint yet: starting at step 0", output_dir)
+        logger.info(
+            "resume_from_checkpoint: latest, but %s holds no checkpoint yet: starting at step 0", output_dir
+        )
     return str(found or "")
 
 
@@ -179,7 +190,9 @@ def _write_resolved(loaded: Loaded, group: ProcessGroup) -> None:
         path.write_text(dump_yaml(loaded.config, loaded.origins), encoding="utf-8")
 
 
-def _restore(store: CheckpointStore, path: str, built: BuiltModel, optimizer: torch.optim.Optimizer) -> RunState:
+def _restore(
+    store: CheckpointStore, path: str, built: BuiltModel, optimizer: torch.optim.Optimizer
+) -> RunState:
     if not path:
         return RunState()
     restored = store.load(Path(path), model=built.model, optimizer=optimizer)
@@ -199,7 +212,11 @@ def _source_of(config: Config, built: BuiltModel) -> Path | None:
 def _export(config: Config, built: BuiltModel, tokenizer: Any) -> None:
     output_dir = config.training.output_dir
     report = export_hf(
-        built.model, out_dir=Path(output_dir), source_dir=_source_of(config, built), tokenizer=tokenizer, save_dtype=None
+        built.model,
+        out_dir=Path(output_dir),
+        source_dir=_source_of(config, built),
+        tokenizer=tokenizer,
+        save_dtype=None,
     )
     logger.info("Huggingface checkpoint saved at %s successfully! (%s)", output_dir, report)
 

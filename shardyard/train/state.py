@@ -1,4 +1,6 @@
-"""What a run needs to go on, besides weights and optimizer: a few numbers, independent of the number of ranks."""
+"""What a run needs to go on, besides weights and optimizer: a few numbers, independent of the number of
+ranks.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ from shardyard.optim import clip_gradients, owned_square_sum, set_lr
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after an update. ``loss`` is per labelled token; memory is the largest of any rank, bytes."""
+    """What all ranks know after an update. ``loss`` is per labelled token; memory is the largest of any
+    rank, bytes.
+    """
 
     loss: float
     grad_norm: float
@@ -49,7 +51,8 @@ class _Counts:
 class TrainStep:
     """Runs one `StepBatch` share through model and optimizer.
 
-    Two small collectives a step: one of counts before the forwards, one of loss, norm and memory after the backwards.
+    Two small collectives a step: one of counts before the forwards, one of loss, norm and memory after the
+    backwards.
     Gradients are reduced once, in the backward of the last forward.
     """
 
@@ -79,8 +82,11 @@ class TrainStep:
         """
         counts = self._agree(micro_batches)
         if counts.labelled == 0:
-            return StepResult(0.0, 0.0, 0, counts.tokens, *self.device.peak_memory(), "no token in it has a label")
-        # The randomness of a step (dropout) follows from seed, step and rank: resuming needs no generator state.
+            return StepResult(
+                0.0, 0.0, 0, counts.tokens, *self.device.peak_memory(), "no token in it has a label"
+            )
+        # The randomness of a step (dropout) follows from seed, step and rank: resuming needs no generator
+        # state.
         self.device.seed(step_seed(self.seed, step, self.group.rank))
         losses = self._forward_backward(micro_batches, counts)
         result, faults = self._conclude(losses, counts)
@@ -106,7 +112,9 @@ class TrainStep:
         )  # fmt: skip
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], counts: _Counts) -> list[torch.Tensor]:
-        """Loss sums, one per micro-batch. FSDP averages gradients over ``dp_size`` ranks, which the factor undoes."""
+        """Loss sums, one per micro-batch. FSDP averages gradients over ``dp_size`` ranks, which the factor
+        undoes.
+        """
         factor = self.dp_size / counts.labelled
         losses = []
         last = len(micro_batches) - 1
@@ -121,14 +129,18 @@ class TrainStep:
         return losses
 
     def _parts(self, batch: MicroBatch, forwards: int) -> list[dict[str, Any]]:
-        """The forwards of a micro-batch: one, or one a document; short of ``forwards``, fillers without a label."""
+        """The forwards of a micro-batch: one, or one a document; short of ``forwards``, fillers without a
+        label.
+        """
         device = self.device.torch_device
         ids, labels, positions = (
             tensor.to(device, non_blocking=True)[None]
             for tensor in (batch.input_ids, batch.labels, batch.position_ids)
         )
         if self.packed:
-            return [{"input_ids": ids, "labels": labels, "position_ids": positions, "doc_lens": batch.doc_lens}]
+            return [
+                {"input_ids": ids, "labels": labels, "position_ids": positions, "doc_lens": batch.doc_lens}
+            ]
         columns = zip(ids.split(batch.doc_lens, 1), labels.split(batch.doc_lens, 1),
                       positions.split(batch.doc_lens, 1), strict=True)  # fmt: skip
         parts = [{"input_ids": i, "labels": y, "position_ids": p} for i, y, p in columns]
@@ -139,14 +151,19 @@ class TrainStep:
         }
         return parts + [filler] * (forwards - len(parts))
 
-    def _conclude(self, losses: list[torch.Tensor], counts: _Counts) -> tuple[StepResult, dict[int, int | None]]:
-        """Loss and norm over all ranks; and the ranks at fault -> their first bad micro-batch (None: the gradient)."""
+    def _conclude(
+        self, losses: list[torch.Tensor], counts: _Counts
+    ) -> tuple[StepResult, dict[int, int | None]]:
+        """Loss and norm over all ranks; and the ranks at fault -> their first bad micro-batch (None: the
+        gradient).
+        """
         per_batch = torch.stack(losses).cpu()
         finite = torch.isfinite(per_batch)
         first_bad = -1 if bool(finite.all()) else int((~finite).int().argmax())
         square = float(owned_square_sum(self.parameters, self.group.rank))
         rows = self.group.gather([float(per_batch.sum()), square, first_bad, *self.device.peak_memory()])
-        # Ranks that share a batch (tensor parallel) would count it more than once; data parallel ranks are all there is.
+        # Ranks that share a batch (tensor parallel) would count it more than once; data parallel ranks are
+        # all there is.
         loss = float(rows[:, 0].sum()) / counts.labelled
         norm = math.sqrt(total) if (total := float(rows[:, 1].sum())) >= 0 else math.nan
         result = StepResult(
@@ -166,10 +183,13 @@ class TrainStep:
                 if index is not None
             )
             return f"step {step}: the loss is NaN or Inf on {where}"
-        samples = "; ".join(f"rank {rank}: {[s for batch in share for s in batch]}" for rank, share in enumerate(ids))
+        samples = "; ".join(
+            f"rank {rank}: {[s for batch in share for s in batch]}" for rank, share in enumerate(ids)
+        )
         ranks = ", ".join(map(str, faults))
         return (
-            f"step {step}: the loss is finite but the gradient is NaN or Inf (in the shards of rank {ranks}); the "
+            f"step {step}: the loss is finite but the gradient is NaN or Inf (in the shards of rank "
+            f"{ranks}); the "
             f"samples of this step are {samples}"
         )
 

@@ -56,7 +56,9 @@ class Trainer:
             self.monitor.record(self._record(batch, result, lr, elapsed))
             if self._save_is_due(batch):
                 self.save()
-            started = time.perf_counter()  # the next step's time includes waiting for its batch, not this save
+            started = (
+                time.perf_counter()
+            )  # the next step's time includes waiting for its batch, not this save
         if self._saves_at_all and self.saved_at != self.state.step:
             self.save()
         return self.state
@@ -65,7 +67,9 @@ class Trainer:
         try:
             return self.step(batch.micro_batches, step=number, lr=lr)
         except Exception as error:
-            error.add_note(f"in step {number}, samples {[list(b.sample_ids) for b in batch.micro_batches]} of this rank")
+            error.add_note(
+                f"in step {number}, samples {[list(b.sample_ids) for b in batch.micro_batches]} of this rank"
+            )
             raise
 
     def save(self) -> Path:
@@ -111,4 +115,3 @@ class Trainer:
             memory_reserved_bytes=result.memory_reserved,
             epoch=batch.epoch,
         )
-

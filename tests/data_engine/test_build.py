@@ -223,6 +223,51 @@ def test_a_rebuild_says_what_changed(tmp_path, corpus, caplog):
     assert "tokenising again: data.cutoff_len was 8, is 16" in caplog.text
 
 
+def test_a_rebuild_does_not_name_what_stayed(tmp_path, corpus, caplog):
+    entry = {"file_name": str(corpus), "columns": {"text": "text", "system": None}}
+    for cutoff_len in (8, 16):
+        config = make_config(tmp_path, corpus, dataset=entry, cutoff_len=cutoff_len)
+        built(caplog, config, make_tokenizer())
+    line = next(record.message for record in caplog.records if "again" in record.message)
+    assert line == "data: tokenising again: data.cutoff_len was 8, is 16"
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_conversations_become_the_tokenizers_own_chat_with_the_reply_trained(tmp_path, caplog):
+    file = tmp_path / "data" / "rows.json"
+    file.parent.mkdir()
+    rows = [
+        {"instruction": "Say hi", "output": "hi"},
+        {"instruction": "", "output": "lost"},
+        {"instruction": "Count", "output": "one two three " * 9},
+    ]
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    tokenizer = make_tokenizer(chat_template=CHAT)
+    config = make_config(
+        tmp_path, file, {"stage": "sft"}, data_manager_type="lf", append_eod=False, cutoff_len=64
+    )
+    data = build_train_data(config, tokenizer)
+    messages = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "hi"}]
+    sample = data.store[0]
+    assert sample.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    trained = sample.labels[sample.labels != -100].tolist()
+    assert tokenizer.decode(trained) == "hi<eos>"
+    assert data.preview_text == "<user>Say hi<eos><assistant>[[hi<eos>]]"
+    assert (data.report.rows, data.report.samples, data.report.truncated, data.report.longest) == (
+        3,
+        2,
+        1,
+        64,
+    )
+    assert [drop.first.rpartition("/")[2] for drop in data.report.dropped.values()] == ["rows.json:2"]
+    assert not built(caplog, config, make_tokenizer(chat_template=CHAT))[1]
+
+
 def test_overwrite_cache_and_a_damaged_store_tokenise_again(tmp_path, corpus, caplog):
     config = make_config(tmp_path, corpus)
     data, _ = built(caplog, config, make_tokenizer())

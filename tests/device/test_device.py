@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from shardyard.device import Device, detect_device, device, visible_accelerators
 from shardyard.errors import UserError
 
@@ -40,10 +41,15 @@ def test_each_rank_takes_its_own_device(monkeypatch):
 
 @pytest.mark.parametrize(
     ("pattern", "library", "variable"),
-    [("/dev/davinci", "CANN set_env.sh", "ASCEND_RT_VISIBLE_DEVICES"), ("/dev/nvidia", "CUDA", "CUDA_VISIBLE_DEVICES")],
+    [
+        ("/dev/davinci", "CANN set_env.sh", "ASCEND_RT_VISIBLE_DEVICES"),
+        ("/dev/nvidia", "CUDA", "CUDA_VISIBLE_DEVICES"),
+    ],
 )
 def test_hardware_without_its_library_is_never_a_silent_cpu(monkeypatch, pattern, library, variable):
-    monkeypatch.setattr(device.glob, "glob", lambda wanted: [pattern + "0"] if wanted.startswith(pattern) else [])
+    monkeypatch.setattr(
+        device.glob, "glob", lambda wanted: [pattern + "0"] if wanted.startswith(pattern) else []
+    )
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv(variable, raising=False)
     with pytest.raises(UserError, match=library):
@@ -83,7 +89,9 @@ def conversation_of_ranks():
 
 
 def test_ranks_share_numbers_and_words(ranks):
-    for rank, (rows, word, objects, local) in enumerate(ranks.run(2, conversation_of_ranks, init_process_group=False)):
+    for rank, (rows, word, objects, local) in enumerate(
+        ranks.run(2, conversation_of_ranks, init_process_group=False)
+    ):
         assert rows[0] == [0.0, 0.5, 2.0**53]
         assert rows[1][:2] == [1.0, 0.5] and rows[1][2] != rows[1][2]
         assert word == "hello, 世界" and objects == [{"rank": 0}, {"rank": 1}] and local == rank
@@ -106,6 +114,15 @@ def test_without_a_launcher_there_is_one_rank(ranks):
 def test_no_other_room_names_a_device():
     """Outside device/, ops/ and plan/ nothing calls torch.cuda or names a vendor's library."""
     named = re.compile(r"torch\.(cuda|npu)\b|torch_npu|[\"'](nccl|hccl|cuda|npu)[\"']")
-    rooms = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in {"device", "ops", "plan"}]
-    found = [f"{path.relative_to(PACKAGE)}: {line.strip()}" for path in rooms for line in path.read_text("utf-8").splitlines() if named.search(line)]
+    rooms = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] not in {"device", "ops", "plan"}
+    ]
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in rooms
+        for line in path.read_text("utf-8").splitlines()
+        if named.search(line)
+    ]
     assert not found

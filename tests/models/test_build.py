@@ -7,9 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
-from shardyard.errors import UserError
 from support.models import FAMILIES, write_tiny_model
 from support.training import Recipe, build_step, make_rows, micro_batches_of, train_rows, whole
+
+from shardyard.errors import UserError
 
 
 def initial_weights(folder, recipe):
@@ -105,7 +106,9 @@ def test_other_shapes_nan_and_absent_weights_are_refused(ranks, tmp_path):
 def test_a_model_id_that_disagrees_and_unknown_overrides_are_refused(ranks, tmp_path):
     folder = write_tiny_model(tmp_path / "m", "qwen3")
     assert "model.model_id" in refused(ranks, folder, Recipe(model={"model_id": "gpt_oss"}))
-    assert "num_hidden_layers" in refused(ranks, folder, Recipe(model={"config_overrides": {"num_hidden_layer": 1}}))
+    assert "num_hidden_layers" in refused(
+        ranks, folder, Recipe(model={"config_overrides": {"num_hidden_layer": 1}})
+    )
 
 
 def test_a_tie_that_the_weights_contradict_is_refused(ranks, tmp_path):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from shardyard.ops import documents_attention
 
 
@@ -29,7 +30,10 @@ def test_each_document_attends_to_itself_only(lens, window):
     output, _ = documents_attention(
         torch.nn.Module(), q, k, v, None, scaling=1 / math.sqrt(8), doc_lens=lens, sliding_window=window
     )
-    pieces = [by_hand(*(t[0][:, s : s + n] for t in (q, k, v)), window) for s, n in zip(_starts(lens), lens, strict=True)]
+    pieces = [
+        by_hand(*(t[0][:, s : s + n] for t in (q, k, v)), window)
+        for s, n in zip(_starts(lens), lens, strict=True)
+    ]
     torch.testing.assert_close(output[0], torch.cat(pieces), atol=1e-5, rtol=1e-5)
 
 

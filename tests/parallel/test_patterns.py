@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch.nn as nn
+
 from shardyard.errors import UserError
 from shardyard.parallel import matches, select, select_modules
 

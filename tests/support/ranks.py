@@ -1,7 +1,8 @@
 """Run a function on several ranks, each in a process of its own, fast enough for hundreds of tests.
 
 One helper process (multiprocessing's forkserver) imports torch and transformers once per session, with one
-thread. Each call forks its ranks from it, which costs milliseconds, so no test sees the caches, groups or random
+thread. Each call forks its ranks from it, which costs milliseconds, so no test sees the caches, groups or
+random
 state of another, and a hung rank is just killed.
 """
 

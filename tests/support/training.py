@@ -32,7 +32,9 @@ class Outcome:
 
 
 def make_rows(count: int = 16, seed: int = 0, empty: int = 5) -> list[tuple[list[int], list[int]]]:
-    """(input_ids, labels) of unequal length with very uneven labels; row ``empty`` has no labelled token at all."""
+    """(input_ids, labels) of unequal length with very uneven labels; row ``empty`` has no labelled token at
+    all.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for index in range(count):
@@ -69,7 +71,11 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     device = Device("cpu")
     meshes = build_meshes(resolve_layout(parallel, dist.get_world_size()), "cpu")
     built = build_model(
-        options, load_model_config(options, folder), folder, Placement(parallel, meshes, device), seed=training.seed
+        options,
+        load_model_config(options, folder),
+        folder,
+        Placement(parallel, meshes, device),
+        seed=training.seed,
     )
     group = ProcessGroup(dist.HashStore(), dist.get_rank(), dist.get_world_size())
     step = TrainStep(
@@ -113,7 +119,8 @@ def whole(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
     from torch.distributed.tensor import DTensor
 
     return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().numpy() for name, t in tensors.items()
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().numpy()
+        for name, t in tensors.items()
     }
 
 

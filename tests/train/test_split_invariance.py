@@ -1,4 +1,6 @@
-"""Invariant: splitting the same rows over ranks, accumulation, recompute, offload and replicas changes only rounding."""
+"""Invariant: splitting the same rows over ranks, accumulation, recompute, offload and replicas changes only
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ TOLERANCE = 1e-5
 
 CASES = list(itertools.product((1, 2, 4), (1, 2, 4), (False, True), (False, True)))
 # One case of each value of each axis, and the largest world with everything on.
-SAMPLE = {(1, 2, True, True), (2, 1, True, False), (2, 4, False, True), (4, 2, True, True), (4, 4, False, False)}
+SAMPLE = {
+    (1, 2, True, True),
+    (2, 1, True, False),
+    (2, 4, False, True),
+    (4, 2, True, True),
+    (4, 4, False, False),
+}
 
 
 def _recipe(accumulation: int = 1, **parallel: object) -> Recipe:

@@ -82,7 +82,9 @@ def dropout_losses(folder, first):
 
 
 def test_dropout_is_a_function_of_the_step(ranks, folder):
-    """So a run that resumes at step 3 draws what the unbroken run drew, on every rank, without stored state."""
+    """So a run that resumes at step 3 draws what the unbroken run drew, on every rank, without stored
+    state.
+    """
     unbroken = ranks.run(2, dropout_losses, folder, 1)[0]
     resumed = ranks.run(2, dropout_losses, folder, 3)[0]
     assert resumed == unbroken[2:]
@@ -95,7 +97,10 @@ def collectives_in_a_step(folder, accumulation):
     _, step, meshes = build_step(folder, Recipe())
     batches = micro_batches_of(make_rows(), accumulation, meshes.dp_rank, meshes.dp_size)
     step(batches, step=1, lr=0.0)
-    reduces, gather = count_calls(dist, "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"), step.group.gather
+    reduces, gather = (
+        count_calls(dist, "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"),
+        step.group.gather,
+    )
     numbers: list[int] = []
     step.group.gather = lambda values: numbers.append(len(values)) or gather(values)
     step(batches, step=2, lr=0.0)

@@ -1,0 +1,49 @@
+"""A run folder belongs to one run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from shardyard.errors import UserError
+
+# What a run leaves behind, any of which shows that the folder is taken.
+_TRACES = ("checkpoints", "metrics.jsonl", "resolved_config.yaml", "config.json", "model.safetensors")
+
+
+def prepare_output_dir(output_dir: Path, *, resuming: bool, overwrite: bool) -> Path | None:
+    """Make the folder, or refuse one that holds another run; the folder that was moved aside, if any.
+
+    With ``overwrite`` the old run moves to ``<dir>.old-<time>``; nothing is deleted. Global rank 0 calls it.
+
+    Raises:
+        UserError: the folder holds a run and neither option is set, or it cannot be written.
+    """
+    moved: Path | None = None
+    traces = [name for name in _TRACES if (output_dir / name).exists()]
+    traces += [path.name for path in output_dir.glob("model-*.safetensors")] if output_dir.is_dir() else []
+    if traces and overwrite and not resuming:
+        moved = _free_name(output_dir)
+        output_dir.rename(moved)
+    elif traces and not resuming:
+        raise UserError(
+            f"training.output_dir: {output_dir} holds another run ({traces[0]}). Continue it with "
+            "training.resume_from_checkpoint: latest, name another folder, or set "
+            "training.overwrite_output_dir: true "
+            "to move it aside."
+        )
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        probe = output_dir / f".write-probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"training.output_dir: {output_dir} cannot be written: {error.strerror}") from error
+    return moved
+
+
+def _free_name(output_dir: Path) -> Path:
+    stem = f"{output_dir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem if n == 0 else f"{stem}-{n}" for n in range(1000))
+    return next(path for name in names if not (path := output_dir.with_name(name)).exists())

@@ -1,0 +1,256 @@
+"""Checkpoints of a run: each complete or absent.
+
+A save writes DCP files under a temporary name, all ranks agree that theirs is done, a manifest with sizes
+and hashes
+follows, and only then the folder gets its name, `latest` points to it, and old ones go. What is not a tensor
+is JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.safe_reader import SafeReader, read_metadata
+from shardyard.checkpoint.state import model_tensors, optimizer_tensors, prepare_optimizer
+from shardyard.errors import UserError
+
+logger = logging.getLogger("shardyard.checkpoint")
+
+FORMAT = 1
+MANIFEST, RUN_STATE, LATEST = "manifest.json", "run_state.json", "latest"
+_NAME = re.compile(r"global_step_(\d+)")
+_TEMPORARY = ".tmp-global_step_"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds besides tensors. Without optimizer state only the weights were read."""
+
+    run_state: dict[str, Any]
+    has_optimizer: bool
+
+
+class CheckpointStore:
+    """The folder ``<output_dir>/checkpoints`` of a run; every rank calls every method."""
+
+    def __init__(
+        self, output_dir: Path, *, save_total_limit: int | None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.folder = output_dir / "checkpoints"
+        self.limit = save_total_limit if save_total_limit and save_total_limit > 0 else None
+        self.peers = Peers(group)
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        run_state: dict[str, Any],
+    ) -> Path:
+        """Write ``global_step_<step>``; without ``optimizer`` the model only.
+
+        Raises:
+            UserError: on every rank, when one cannot write (disk full, no permission); nothing is left
+            behind, and
+                earlier checkpoints are untouched.
+        """
+        path, temporary = self.folder / f"global_step_{step}", self.folder / f"{_TEMPORARY}{step}"
+        tensors = model_tensors(model) | (optimizer_tensors(model, optimizer) if optimizer else {})
+        what = f"saving checkpoint {path}"
+        try:
+            self.peers.first(what, lambda: self._make_way(temporary))
+            self.peers.agree(what, lambda: temporary.mkdir(parents=True, exist_ok=True))  # per-node disks
+            self._write(tensors, temporary, what)
+            hashes = self.peers.agree(what, lambda: _hash_own_files(temporary, self.peers.rank))
+            files = {name: facts for share in hashes for name, facts in share.items()}
+            self.peers.first(what, lambda: self._publish(temporary, path, files, run_state))
+        except BaseException:
+            if self.peers.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return path
+
+    def load(self, path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Restored:
+        """Read ``path`` into the live tensors, whatever the number of ranks that wrote it.
+
+        Raises:
+            UserError: it is incomplete, damaged, hostile, or holds other tensors than this model has.
+        """
+        what = f"loading checkpoint {path}"
+        run_state = self.peers.agree(what, lambda: _verify(path, self.peers))[0]
+        saved = self.peers.agree(what, lambda: _shapes(path))[0]
+        has_optimizer = optimizer is not None and any(key.startswith("optimizer.") for key in saved)
+        tensors = model_tensors(model)
+        if has_optimizer:
+            assert optimizer is not None
+            prepare_optimizer(optimizer)
+            tensors |= optimizer_tensors(model, optimizer)
+        wanted = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        held = saved if has_optimizer else {key: s for key, s in saved.items() if key.startswith("model.")}
+        self.peers.agree(what, lambda: _compare(path, wanted, held))
+        dcp.load(
+            tensors, storage_reader=SafeReader(path), process_group=self.peers.group, no_dist=self.peers.alone
+        )
+        return Restored(run_state, has_optimizer)
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint; by number, not by the clock."""
+        return next((path for path in reversed(self.complete()) if fault_of(path) is None), None)
+
+    def complete(self) -> list[Path]:
+        """Checkpoints that have their name and manifest, oldest first."""
+        found = self.folder.glob("global_step_*") if self.folder.is_dir() else ()
+        named = [(int(match[1]), path) for path in found if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(named) if (path / MANIFEST).is_file()]
+
+    def resolve(self, wanted: str) -> Path | None:
+        """The checkpoint that ``training.resume_from_checkpoint`` names; None for ``latest`` when there is
+        none yet.
+
+        Raises:
+            UserError: a path that is not a complete checkpoint.
+        """
+        if wanted == LATEST:
+            return self.latest()
+        path = Path(wanted).expanduser()
+        if fault := fault_of(path):
+            raise UserError(f"training.resume_from_checkpoint: {path} {fault}")
+        return path
+
+    def _make_way(self, temporary: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+
+    def _write(self, tensors: dict[str, torch.Tensor], folder: Path, what: str) -> None:
+        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        try:
+            dcp.save(
+                dict(tensors), storage_writer=writer, process_group=self.peers.group, no_dist=self.peers.alone
+            )
+        except dcp.api.CheckpointException as error:
+            causes = list(error.failures.values())
+            text = "; ".join(
+                dict.fromkeys(str(cause[0] if isinstance(cause, tuple) else cause) for cause in causes)
+            )
+            raise UserError(f"{what}: {text}") from error
+
+    def _publish(self, temporary: Path, path: Path, files: dict[str, Any], run_state: dict[str, Any]) -> None:
+        _write_durably(temporary / RUN_STATE, json.dumps(run_state, indent=1))
+        files = files | {name: _facts(temporary / name) for name in (RUN_STATE, ".metadata")}
+        manifest = {"format": FORMAT, "torch": torch.__version__, "ranks": self.peers.size, "files": files}
+        _write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1))
+        _sync_folder(temporary)
+        if path.exists():  # the same step again, after a resume from an earlier one
+            replaced = path.with_name(f"{_TEMPORARY}{path.name}.replaced")
+            path.rename(replaced)
+            temporary.rename(path)
+            shutil.rmtree(replaced)
+        else:
+            temporary.rename(path)
+        _sync_folder(self.folder)
+        pointer = self.folder / f"{_TEMPORARY}{LATEST}"
+        _write_durably(pointer, path.name + "\n")
+        pointer.replace(self.folder / LATEST)
+        _sync_folder(self.folder)
+        self._retain(path)
+
+    def _retain(self, newest: Path) -> None:
+        if self.limit is None:
+            return
+        others = [path for path in self.complete() if path != newest]
+        for path in others[: max(len(others) - (self.limit - 1), 0)]:
+            logger.info("Removing old checkpoint: %s", path)
+            # The manifest goes first: a removal that is cut short leaves something that nobody takes for
+            # complete.
+            (path / MANIFEST).unlink()
+            shutil.rmtree(path)
+
+
+def fault_of(path: Path) -> str | None:
+    """Why ``path`` is not a complete checkpoint of ours (by its manifest and file sizes); None when it is."""
+    if not path.is_dir():
+        return "does not exist"
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+    except FileNotFoundError:
+        return f"is not a complete checkpoint: it has no {MANIFEST}"
+    except (ValueError, KeyError, OSError) as error:
+        return f"is not a complete checkpoint: its {MANIFEST} cannot be read ({error})"
+    if manifest.get("format") != FORMAT:
+        return f"has format {manifest.get('format')}; this program reads {FORMAT}"
+    for name, facts in files.items():
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size != facts["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            return f"is damaged: {name} {found}, {facts['bytes']} were written"
+    return None
+
+
+def _verify(path: Path, peers: Peers) -> dict[str, Any]:
+    """Sizes of all files, hashes of this rank's share of them; the run state."""
+    if fault := fault_of(path):
+        raise UserError(f"{path} {fault}")
+    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    for name in sorted(files)[peers.rank :: peers.size]:
+        if _facts(path / name)["sha256"] != files[name]["sha256"]:
+            raise UserError(f"{path} is damaged: the content of {name} has changed since it was written")
+    return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(entry.size) for key, entry in read_metadata(path).state_dict_metadata.items()}  # pyright: ignore
+
+
+def _compare(path: Path, wanted: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]]) -> None:
+    missing, foreign = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
+    other = sorted(key for key in wanted.keys() & held.keys() if wanted[key] != held[key])
+    faults = [
+        f"{len(keys)} {what} (such as {keys[0]})"
+        for keys, what in ((missing, "missing"), (foreign, "unknown to it"), (other, "of another shape"))
+        if keys
+    ]
+    if faults:
+        raise UserError(f"{path} was written by another model or set-up: tensors {', '.join(faults)}")
+
+
+def _hash_own_files(folder: Path, rank: int) -> dict[str, Any]:
+    return {path.name: _facts(path) for path in sorted(folder.glob(f"__{rank}_*.distcp"))}
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

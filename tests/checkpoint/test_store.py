@@ -1,0 +1,235 @@
+"""Checkpoints: what comes back on any number of ranks, what a killed save leaves, what a hostile file can
+do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.models import write_tiny_model
+from support.training import Recipe, build_step, make_rows, micro_batches_of, whole
+
+from shardyard.checkpoint import CheckpointStore, fault_of, prepare_output_dir
+from shardyard.errors import UserError
+
+RECIPE = Recipe(training={"adam_epsilon": 1e-4})
+
+
+def batches(meshes):
+    return micro_batches_of(make_rows(), 1, meshes.dp_rank, meshes.dp_size)
+
+
+def train_and_save(folder, out, steps=2, with_optimizer=True, parallel=None):
+    built, step, meshes = build_step(folder, Recipe(training=RECIPE.training, parallel=parallel or {}))
+    for k in range(1, steps + 1):
+        step(batches(meshes), step=k, lr=1e-2)
+    store = CheckpointStore(out, save_total_limit=None)
+    store.save(
+        steps,
+        model=built.model,
+        optimizer=step.optimizer if with_optimizer else None,
+        run_state={"step": steps},
+    )
+    following = [step(batches(meshes), step=k, lr=1e-2).loss for k in (steps + 1, steps + 2)]
+    return following, whole(dict(built.model.named_parameters()))
+
+
+def load_and_go_on(folder, out, steps=2, parallel=None):
+    built, step, meshes = build_step(folder, Recipe(training=RECIPE.training, parallel=parallel or {}))
+    store = CheckpointStore(out, save_total_limit=None)
+    restored = store.load(store.latest(), model=built.model, optimizer=step.optimizer)
+    following = [step(batches(meshes), step=k, lr=1e-2).loss for k in (steps + 1, steps + 2)]
+    return following, whole(dict(built.model.named_parameters())), restored
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
+def test_a_resumed_run_is_bit_equal_on_the_same_layout_and_close_on_others(ranks, tmp_path, family):
+    folder = write_tiny_model(tmp_path / "m", family)
+    wanted, weights = ranks.run(2, train_and_save, folder, tmp_path / "run")[0]
+    losses, same, restored = ranks.run(2, load_and_go_on, folder, tmp_path / "run")[0]
+    assert restored.run_state == {"step": 2} and restored.has_optimizer
+    assert losses == wanted and all(np.array_equal(same[n], weights[n]) for n in weights)
+    for world, parallel in ((1, {}), (4, {}), (4, {"fsdp_size": 2}), (2, {"cpu_offload": True})):
+        losses, _, _ = ranks.run(world, load_and_go_on, folder, tmp_path / "run", 2, parallel)[0]
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_weights_alone_come_back_without_optimizer_state(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    ranks.run(2, train_and_save, folder, tmp_path / "run", 2, False)
+    _, _, restored = ranks.run(2, load_and_go_on, folder, tmp_path / "run")[0]
+    assert not restored.has_optimizer
+
+
+def fake_checkpoint(out: Path, step: int) -> Path:
+    path = out / "checkpoints" / f"global_step_{step}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": {}}))
+    return path
+
+
+def save_with_limit(folder, out, limit, steps):
+    built, step, _ = build_step(folder, RECIPE)
+    store = CheckpointStore(out, save_total_limit=limit)
+    for number in steps:
+        store.save(number, model=built.model, optimizer=step.optimizer, run_state={"step": number})
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_retention_counts_complete_checkpoints_by_number(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    fake_checkpoint(tmp_path, 9)
+    (tmp_path / "checkpoints" / "global_step_7").mkdir()  # cut short: no manifest
+    left = ranks.run(2, save_with_limit, folder, tmp_path, 2, [10, 100])[0]
+    assert left == ["global_step_10", "global_step_100", "global_step_7", "latest"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step_100\n"
+    assert CheckpointStore(tmp_path, save_total_limit=None).latest().name == "global_step_100"
+
+
+def test_saving_the_same_step_again_replaces_it(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    left = ranks.run(1, save_with_limit, folder, tmp_path, None, [4, 4])[0]
+    assert left == ["global_step_4", "latest"]
+    assert fault_of(tmp_path / "checkpoints" / "global_step_4") is None
+
+
+def test_truncated_files_are_never_latest_and_are_named(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    ranks.run(1, save_with_limit, folder, tmp_path, None, [1, 2])
+    victim = next((tmp_path / "checkpoints" / "global_step_2").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    store = CheckpointStore(tmp_path, save_total_limit=None)
+    assert store.latest().name == "global_step_1"
+    with pytest.raises(UserError, match=victim.name):
+        store.resolve(str(victim.parent))
+    with pytest.raises(UserError, match="does not exist"):
+        store.resolve(str(tmp_path / "nothing"))
+
+
+def message_of_load(folder, path):
+    built, step, _ = build_step(folder, RECIPE)
+    try:
+        CheckpointStore(path.parents[1], save_total_limit=None).load(
+            path, model=built.model, optimizer=step.optimizer
+        )
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_a_flipped_bit_is_found_by_every_rank(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    ranks.run(1, save_with_limit, folder, tmp_path, None, [1])
+    victim = next((tmp_path / "checkpoints" / "global_step_1").glob("*.distcp"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    for message in ranks.run(2, message_of_load, folder, victim.parent):
+        assert message is not None and victim.name in message
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_tensor(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    ranks.run(1, save_with_limit, folder, tmp_path, None, [1])
+    other = write_tiny_model(tmp_path / "other", "qwen3_moe")
+    message = ranks.run(2, message_of_load, other, tmp_path / "checkpoints" / "global_step_1")[1]
+    assert "another model" in message and "mlp" in message
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_hostile_metadata_file_runs_nothing(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    ranks.run(1, save_with_limit, folder, tmp_path, None, [1])
+    path, marker = tmp_path / "checkpoints" / "global_step_1", tmp_path / "marker"
+    (path / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
+    manifest = json.loads((path / "manifest.json").read_text())
+    import hashlib
+
+    data = (path / ".metadata").read_bytes()
+    manifest["files"][".metadata"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    message = ranks.run(1, message_of_load, folder, path)[0]
+    assert "mkdir" in message and not marker.exists()
+
+
+def test_a_pickled_entry_is_refused(ranks, tmp_path):
+    def with_bytes(out):
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"model.x": {"a": 1}}, checkpoint_id=out, no_dist=True)
+
+    from shardyard.checkpoint.safe_reader import read_metadata
+
+    with_bytes(tmp_path / "c")
+    with pytest.raises(UserError, match="pickle"):
+        read_metadata(tmp_path / "c")
+
+
+SAVER = """
+import sys, torch
+from pathlib import Path
+from shardyard.checkpoint import CheckpointStore
+model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(6)))
+store = CheckpointStore(Path(sys.argv[1]), save_total_limit=2)
+for step in range(1, 1000):
+    store.save(step, model=model, optimizer=None, run_state={"step": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.soak)])
+def test_kill_minus_nine_during_a_save_leaves_the_previous_one(tmp_path, kills):
+    rng = np.random.default_rng(0)
+    for _ in range(kills):
+        out = tmp_path / "run"
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(out)], stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert process.stdout is not None
+        first = int(process.stdout.readline())
+        time.sleep(float(rng.uniform(0.0, 0.4)))
+        process.send_signal(signal.SIGKILL)
+        seen = [first, *map(int, process.communicate()[0].split())]
+        latest = CheckpointStore(out, save_total_limit=None).latest()
+        assert latest is not None and fault_of(latest) is None
+        assert int(latest.name.removeprefix("global_step_")) >= seen[-1]
+        shutil.rmtree(out)
+
+
+def test_an_output_dir_with_another_run_is_refused_or_moved_aside(tmp_path):
+    out = tmp_path / "out"
+    assert prepare_output_dir(out, resuming=False, overwrite=False) is None
+    assert prepare_output_dir(out, resuming=False, overwrite=False) is None  # still empty
+    (out / "metrics.jsonl").write_text("x")
+    with pytest.raises(UserError, match="overwrite_output_dir"):
+        prepare_output_dir(out, resuming=False, overwrite=False)
+    assert prepare_output_dir(out, resuming=True, overwrite=False) is None
+    for _ in range(2):  # twice within a second: both old runs stay
+        (out / "metrics.jsonl").write_text("x")
+        moved = prepare_output_dir(out, resuming=False, overwrite=True)
+        assert moved is not None and moved.name.startswith("out.old-") and (moved / "metrics.jsonl").exists()
+    assert len(list(tmp_path.glob("out.old-*"))) == 2 and list(out.iterdir()) == []
+
+
+def test_an_output_dir_that_cannot_be_made_says_why(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="output_dir"):
+        prepare_output_dir(tmp_path / "file" / "out", resuming=False, overwrite=False)
