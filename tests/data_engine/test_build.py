@@ -246,7 +246,7 @@ def test_conversations_become_the_tokenizers_own_chat_with_the_reply_trained(tmp
         {"instruction": "", "output": "lost"},
         {"instruction": "Count", "output": "one two three " * 9},
     ]
-    file.write_text(json.dumps(rows), encoding="utf-8")
+    file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     tokenizer = make_tokenizer(chat_template=CHAT)
     config = make_config(
         tmp_path, file, {"stage": "sft"}, data_manager_type="lf", append_eod=False, cutoff_len=64
@@ -258,13 +258,9 @@ def test_conversations_become_the_tokenizers_own_chat_with_the_reply_trained(tmp
     trained = sample.labels[sample.labels != -100].tolist()
     assert tokenizer.decode(trained) == "hi<eos>"
     assert data.preview_text == "<user>Say hi<eos><assistant>[[hi<eos>]]"
-    assert (data.report.rows, data.report.samples, data.report.truncated, data.report.longest) == (
-        3,
-        2,
-        1,
-        64,
-    )
-    assert [drop.first.rpartition("/")[2] for drop in data.report.dropped.values()] == ["rows.json:2"]
+    report = data.report
+    assert (report.rows, report.samples, report.truncated, report.longest) == (3, 2, 1, 64)
+    assert [drop.first.rpartition("/")[2] for drop in report.dropped.values()] == ["rows.json:6"]
     assert not built(caplog, config, make_tokenizer(chat_template=CHAT))[1]
 
 
