@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from shardyard.errors import UserError
 
 if TYPE_CHECKING:
     from shardyard.config.sections.model import ModelConfig
+
+_log = logging.getLogger("shardyard.data")
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -28,6 +31,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
         key, name = "model.tokenizer_name_or_path", model.tokenizer_name_or_path
     name = os.path.expanduser(name)
     is_folder = _check_folder(key, name)
+    if not is_folder:
+        _log.info("%s: %s is no folder here; looking for it on the hub", key, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name,

@@ -7,6 +7,8 @@ import logging
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import tokenizers as tiny
 from support.tokenizers import byte_tokenizer, trained_text
 
@@ -270,3 +272,56 @@ def test_the_padding_side_changes_nothing() -> None:
         conversation = talk("q" * length, "r" * length)
         a, b = Encoder(right).encode(conversation), Encoder(left).encode(conversation)
         assert a[0].labels.tolist() == b[0].labels.tolist()  # type: ignore[index]
+
+
+WORDS = st.text(st.sampled_from("ab tin\n\r <|>é中\u2028😀"), min_size=1, max_size=12).filter(str.strip)
+ONE_TOKEN = "the prompt's last token and the reply's first are one token"
+
+
+def expected_stretches(template: str, replies: list[str]) -> list[list[str]]:
+    """What each template trains, sample by sample, written down by hand."""
+    if template == tiny.QWEN3_LIKE:
+        return [[f"<think>\n\n</think>\n\n{reply}<|im_end|>\n"] for reply in replies]
+    if template == tiny.ENDS_THE_LAST:
+        return [[f"{reply}<|end|><|eot|>"] for reply in replies]
+    if template == tiny.INSTRUCTION:
+        return [[f"{reply.strip()}</s>" for reply in replies]]
+    return [[f"{reply}<|im_end|>\n" for reply in replies]]
+
+
+def check_masks(template: str, pairs: list[tuple[str, str]]) -> None:
+    tokenizer = byte_tokenizer(template)
+    conversation = talk(*(text for pair in pairs for text in pair))
+    samples = Encoder(tokenizer).encode(conversation)
+    if isinstance(samples, Dropped):
+        assert samples.reason == ONE_TOKEN
+        assert template == tiny.INSTRUCTION and any(r.strip().startswith("t") for _, r in pairs)
+        return
+    # the white space that a reply shares in one token with the prompt's line end is the prompt's
+    expected = expected_stretches(template, [reply for _, reply in pairs])
+    for found, wanted in zip(trained_text(tokenizer, samples), expected, strict=True):
+        for stretch, whole in zip(found, wanted, strict=True):
+            assert whole == stretch or (whole == "\n" + stretch and template in MERGING)
+    whole = tokenizer.apply_chat_template(messages(conversation), return_dict=False)
+    assert samples[-1].input_ids.tolist() == whole
+
+
+MERGING = (tiny.CHATML, tiny.CHATML_WITHOUT_PROMPT)
+"""Templates that put a line end right in front of a reply."""
+SHAPES = st.sampled_from([tiny.QWEN3_LIKE, tiny.ENDS_THE_LAST, tiny.INSTRUCTION, *MERGING])
+PAIRS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(template=SHAPES, pairs=PAIRS)
+def test_fuzz_masks_are_the_replies_and_ids_the_templates(
+    template: str, pairs: list[tuple[str, str]]
+) -> None:
+    check_masks(template, pairs)
+
+
+@pytest.mark.soak
+@settings(max_examples=3000, deadline=None)
+@given(template=SHAPES, pairs=PAIRS)
+def test_fuzz_masks_at_length(template: str, pairs: list[tuple[str, str]]) -> None:
+    check_masks(template, pairs)

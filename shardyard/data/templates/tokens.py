@@ -97,10 +97,9 @@ class TextTokenizer:
         raise NotUsable("the prompt's last token and the reply's first are one token")
 
     def _plain(self, text: str, **options: bool) -> list[int]:
-        ids = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)[
-            "input_ids"
-        ]
-        return list(ids)
+        options |= {"add_special_tokens": False, "return_attention_mask": False}
+        # not verbose: a text beyond model_max_length is for data.cutoff_len to cut, not for a warning
+        return list(self._tokenizer(text, verbose=False, **options)["input_ids"])
 
 
 def _texts(value: Any) -> list[str]:
