@@ -44,10 +44,8 @@ class Peers:
 
         Raises:
             UserError: ``work`` raised UserError or OSError somewhere (no space left, no permission); every
-            rank
-                raises it, with the first failing rank's message.
-            RuntimeError: ``work`` raised anything else; its own exception is the cause on the rank it
-            happened.
+                rank raises it, with the first failing rank's message.
+            RuntimeError: ``work`` raised anything else; it is the cause on the rank where it happened.
         """
         mine: BaseException | None = None
         value: Any = None

@@ -2,27 +2,33 @@
 counts.
 
 Tensors are gathered one group at a time (a layer at most), turned back into their on-disk names by
-transformers' own
-conversion, and written by rank 0. `save_pretrained` is not used: it would gather everything and choose
-dtypes itself.
+transformers'
+own conversion, and written by rank 0. `save_pretrained` is not used: it would gather everything and choose
+dtypes
+itself. `check_exportable` walks the same way on meta tensors, so that what cannot be exported is found at
+step 0.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardyard.checkpoint.agreement import Peers
@@ -31,12 +37,18 @@ from shardyard.errors import UserError
 logger = logging.getLogger("shardyard.checkpoint")
 
 INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
 _TEMPORARY = ".export-tmp"
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
-_SAVABLE = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_PLAIN_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_PROBED_UP_TO = 2 * 10**9
+"""Bytes in fp32 up to which an export is loaded again by plain transformers and answers a fixed prompt."""
+_PROBE_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -64,34 +76,88 @@ class _Source:
         for path in sorted(folder.glob("*.safetensors")) if folder else ():
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118  (safe_open has no __iter__)
-                    dtypes[key] = _DTYPES[file.get_slice(key).get_dtype()]
+                    named = file.get_slice(key).get_dtype()
+                    if named not in _DTYPES:
+                        raise UserError(f"{path}: {key} is {named}, a dtype that is not exported")
+                    dtypes[key] = _DTYPES[named]
         return cls(dtypes)
 
     def dtype_of(self, name: str, fallback: torch.dtype) -> torch.dtype:
         return self.dtypes.get(name, fallback)
 
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
-
 def check_exportable(model: Any, *, source_dir: Path | None, tokenizer: Any) -> None:
-    """What would stop the export at the end, found before the first step.
+    """What would stop the export at the end, found before the first step. Every rank calls it; nothing is
+    gathered.
 
     Raises:
-        UserError: a tensor that safetensors cannot hold, or side files that cannot be written.
+        UserError: a tensor that the source's format or a safetensors file cannot hold, names that cannot be
+        turned
+            back, or side files that cannot be written.
     """
+    peers = Peers()
+    peers.first("the export after training would fail", lambda: _rehearse(model, source_dir, tokenizer))
+
+
+def _rehearse(model: Any, source_dir: Path | None, tokenizer: Any) -> None:
+    source = _Source.of(source_dir)
     for name, tensor in _persistent(model).items():
-        if tensor.dtype not in _SAVABLE:
+        if tensor.dtype not in _DTYPES.values():
+            raise UserError(f"{name} is {tensor.dtype}, which a safetensors file cannot hold")
+    on_disk: dict[str, torch.Tensor] = {}
+    for group in _groups(model):
+        on_disk |= revert_weight_conversion(model, _on_meta(group))
+    whole = revert_weight_conversion(model, _on_meta(_persistent(model)))
+    if {name: t.shape for name, t in on_disk.items()} != {name: t.shape for name, t in whole.items()}:
+        raise UserError(f"the layers of a {model.config.model_type} model cannot be turned back one by one")
+    for name, tensor in on_disk.items():
+        dtype = source.dtype_of(name, torch.float32)
+        if tensor.is_floating_point() and dtype not in _PLAIN_FLOATS:
             raise UserError(
-                f"{name} is {tensor.dtype}, which a safetensors file cannot hold; the export would fail"
+                f"model.model_name_or_path: {name} is quantised ({dtype}) in {source_dir}, and trained "
+                f"weights cannot "
+                "take that form; start from the model's bf16 weights"
             )
-    json.dumps(_config_of(model, torch.float32))
-    if source_dir is not None:
-        _Source.of(source_dir)
+    _report_differences(
+        source, {*on_disk, *(n for names in _tied_names(model, source).values() for n in names)}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        _write_side_files(model, Path(folder), source_dir, tokenizer, torch.float32)
+
+
+def _on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+
+
+def _report_differences(source: _Source, ours: set[str]) -> None:
+    """A source may hold what transformers does not read (heads of multi-token prediction); the export has
+    none of it.
+    """
+    for names, what in (
+        (source.dtypes.keys() - ours, "of the source are not part of the model and will not be exported"),
+        (
+            ours - source.dtypes.keys() if source.dtypes else set(),
+            "will be exported that the source does not have",
+        ),
+    ):
+        if names:
+            logger.warning("%d tensors %s, such as %s", len(names), what, min(names))
+
+
+def _tied_names(model: Any, source: _Source) -> dict[str, tuple[str, ...]]:
+    """For tied weights whose source has other names than the first, or several: on-disk name -> names to
+    write.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    found: dict[str, tuple[str, ...]] = {}
+    for names in aliases.values():
+        if len(names) > 1:
+            meta = torch.empty(0, device="meta")
+            on_disk = [next(iter(revert_weight_conversion(model, {name: meta}))) for name in names]
+            found[on_disk[0]] = tuple(n for n in on_disk if n in source.dtypes) or (on_disk[0],)
+    return found
 
 
 def export_hf(
@@ -105,10 +171,13 @@ def export_hf(
 ) -> ExportReport:
     """Write the model into ``out_dir``; every rank calls it, rank 0 writes.
 
-    Each tensor has the dtype of its source file; one without a source has ``save_dtype``, or the dtype that
-    most of
-    the source has, or that of the config. Files take their final names only when all are written and
-    compared.
+    Floating tensors have ``save_dtype`` if given, else each the dtype it has in the source; one that the
+    source lacks
+    has the dtype that most of the source has, and without a source that of the config (buffers stay as they
+    are).
+    Files take their final names only when all are written, opened again and compared, and, for a model that
+    is not
+    too large, loaded by plain transformers to answer a fixed prompt.
 
     Raises:
         UserError: the folder cannot be written, or what was written differs from the model.
@@ -121,13 +190,19 @@ def export_hf(
     try:
         peers.first(what, lambda: _fresh(temporary))
         writer = _ShardWriter(temporary, shard_bytes)
+        tied = _tied_names(model, source)
+        buffers = {name for name, _ in model.named_buffers()} if not source.dtypes else set()
+
+        def write(tensors: dict[str, torch.Tensor]) -> None:
+            for first_name, tensor in revert_weight_conversion(model, tensors).items():
+                for name in tied.get(first_name, (first_name,)):
+                    fallback = tensor.dtype if name in buffers else main_dtype
+                    dtype = save_dtype or source.dtype_of(name, fallback)
+                    writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
         for group in _groups(model):
             tensors = _gather(group, keep=peers.is_first)
-            if peers.is_first:
-                for name, tensor in revert_weight_conversion(model, tensors).items():
-                    dtype = save_dtype or source.dtype_of(name, main_dtype)
-                    writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
-            peers.agree(what, writer.raise_failure)
+            peers.first(what, lambda tensors=tensors: write(tensors))
         return peers.first(what, lambda: _finish(model, writer, out_dir, source_dir, tokenizer, main_dtype))
     finally:
         if peers.is_first:
@@ -169,55 +244,44 @@ def _groups(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 def _gather(group: dict[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in group.items():
-        full = tensor.detach()
-        if isinstance(full, DTensor):
-            device = full.device_mesh.device_type
-            full = full.to(device).full_tensor()
+        full: Any = tensor.detach()
+        if isinstance(full, DTensor):  # offloaded ones come back for the gather
+            full = full.to(full.device_mesh.device_type)
+            full = full.full_tensor()
         if keep:
             whole[name] = full.cpu().contiguous()
     return whole
 
 
 class _ShardWriter:
-    """Collects tensors and writes a file whenever ``shard_bytes`` would be passed. A failure waits to be
-    raised.
-    """
+    """Collects tensors and writes a file whenever ``shard_bytes`` would be passed."""
 
     def __init__(self, folder: Path, shard_bytes: float) -> None:
         self.folder, self.limit = folder, shard_bytes
         self.expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.files: list[dict[str, int]] = []
         self._pending: dict[str, torch.Tensor] = {}
-        self._failure: OSError | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._failure:
-            return
         pending = sum(t.nbytes for t in self._pending.values())
         if self._pending and pending + tensor.nbytes > self.limit:
-            self._flush()
+            self.flush()
         # A slice of a fused tensor shares its storage, which a safetensors file may not.
         self._pending[name] = tensor.contiguous().clone()
         self.expected[name] = (tuple(tensor.shape), tensor.dtype)
 
-    def raise_failure(self) -> None:
-        if self._failure:
-            raise self._failure
-
-    def close(self) -> None:
-        self._flush()
-        self.raise_failure()
-
     def path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.safetensors"
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if not self._pending:
             return
+        path = self.path(len(self.files))
         try:
-            save_file(self._pending, self.path(len(self.files)), metadata={"format": "pt"})
-        except Exception as error:  # safetensors wraps the operating system's errors in its own
-            self._failure = error if isinstance(error, OSError) else OSError(str(error))
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # it wraps the operating system's errors in its own
+            raise OSError(str(error)) from error
+        _sync(path)
         self.files.append({name: tensor.nbytes for name, tensor in self._pending.items()})
         self._pending = {}
 
@@ -230,30 +294,72 @@ def _finish(
     tokenizer: Any,
     dtype: torch.dtype,
 ) -> ExportReport:
-    writer.close()
+    writer.flush()
     count = len(writer.files)
     names = (
-        [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-        if count > 1
-        else ["model.safetensors"]
+        [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [WEIGHTS]
     )
     for number in range(count):
         _compare(writer.path(number), {name: writer.expected[name] for name in writer.files[number]})
     size = sum(sum(file.values()) for file in writer.files)
-    side = writer.folder / "side"
-    side.mkdir()
-    _write_side_files(model, side, source_dir, tokenizer, dtype)
+    ready = writer.folder / "ready"
+    ready.mkdir()
+    _write_side_files(model, ready, source_dir, tokenizer, dtype)
+    for number, name in enumerate(names):
+        writer.path(number).replace(ready / name)
     if count > 1:
         weight_map = {name: names[n] for n, file in enumerate(writer.files) for name in file}
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        (side / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for stale in [*out_dir.glob("model*.safetensors"), out_dir / INDEX]:
-        stale.unlink(missing_ok=True)  # a former export of this run, with another number of files
-    for path in sorted(side.iterdir()):
-        path.replace(out_dir / path.name)
-    for number, name in enumerate(names):
-        writer.path(number).replace(out_dir / name)
+        (ready / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _probe(model, ready, writer)
+    _move_in_place(ready, out_dir, names)
     return ExportReport(out_dir, tuple(names), len(writer.expected), size)
+
+
+def _move_in_place(ready: Path, out_dir: Path, names: list[str]) -> None:
+    """Side files, then weights, the index last; before them, a former export of this run with its other
+    files.
+    """
+    for stale in [*out_dir.glob("model-*-of-*.safetensors"), out_dir / WEIGHTS, out_dir / INDEX]:
+        stale.unlink(missing_ok=True)
+    weights = [*names, INDEX]
+    side_files = sorted(path for path in ready.rglob("*") if path.is_file() and path.name not in weights)
+    for path in [*side_files, *(ready / name for name in weights if (ready / name).exists())]:
+        target = out_dir / path.relative_to(ready)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sync(path)
+        path.replace(target)
+    _sync(out_dir)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _probe(model: Any, folder: Path, writer: _ShardWriter) -> None:
+    """Load the export as a user will, by plain transformers, and let it answer."""
+    elements = sum(math.prod(shape) for shape, _ in writer.expected.values())
+    if elements * 4 > _PROBED_UP_TO or not type(model).__module__.startswith("transformers."):
+        return
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    faults = [
+        f"{what}: {info[what]}"
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info[what]
+    ]
+    if faults:
+        raise UserError(f"plain transformers does not read the export as it was meant: {'; '.join(faults)}")
+    ids = torch.arange(_PROBE_LENGTH)[None] % loaded.config.get_text_config().vocab_size
+    with torch.no_grad():
+        logits = loaded(input_ids=ids).logits
+    if not torch.isfinite(logits).all():
+        raise UserError("the exported model answers a fixed prompt with NaN or Inf")
 
 
 def _compare(path: Path, expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -294,6 +400,7 @@ def _config_of(model: Any, dtype: torch.dtype, source_dir: Path | None = None) -
 
     The source's own text where the model still is what it says: other loaders read keys that transformers
     drops.
+    Code that the source names is not copied, so a model of transformers' own does not name it either.
     """
     config = _without_traces(model.config.to_diff_dict())
     path = source_dir / "config.json" if source_dir else None
@@ -302,6 +409,8 @@ def _config_of(model: Any, dtype: torch.dtype, source_dir: Path | None = None) -
         if _without_traces(type(model.config).from_dict(dict(source)).to_diff_dict()) == config:
             config = source
     config.pop("torch_dtype", None)
+    if type(model).__module__.startswith("transformers."):
+        config.pop("auto_map", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [_architecture(model)]
     return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardyard.errors import UserError
@@ -12,26 +13,30 @@ from shardyard.errors import UserError
 _TRACES = ("checkpoints", "metrics.jsonl", "resolved_config.yaml", "config.json", "model.safetensors")
 
 
-def prepare_output_dir(output_dir: Path, *, resuming: bool, overwrite: bool) -> Path | None:
+def prepare_output_dir(
+    output_dir: Path, *, resuming: bool, overwrite: bool, inputs: Sequence[Path] = ()
+) -> Path | None:
     """Make the folder, or refuse one that holds another run; the folder that was moved aside, if any.
 
-    With ``overwrite`` the old run moves to ``<dir>.old-<time>``; nothing is deleted. Global rank 0 calls it.
+    With ``overwrite`` the old run moves to ``<dir>.old-<time>``; nothing is deleted. ``inputs`` are what this
+    run reads (its model, its data): never moved, nor overwritten by the export. Global rank 0 calls it.
 
     Raises:
-        UserError: the folder holds a run and neither option is set, or it cannot be written.
+        UserError: the folder holds a run and neither option is set, or an input, or cannot be written.
     """
     moved: Path | None = None
+    output_dir = Path(os.path.realpath(output_dir))  # a link stays where it points
+    if any(output_dir.samefile(path) for path in inputs if path.exists() and output_dir.exists()):
+        raise UserError(f"training.output_dir: {output_dir} is what this run reads from; name another folder")
     traces = [name for name in _TRACES if (output_dir / name).exists()]
     traces += [path.name for path in output_dir.glob("model-*.safetensors")] if output_dir.is_dir() else []
     if traces and overwrite and not resuming:
-        moved = _free_name(output_dir)
-        output_dir.rename(moved)
+        moved = _move_aside(output_dir, inputs)
     elif traces and not resuming:
         raise UserError(
             f"training.output_dir: {output_dir} holds another run ({traces[0]}). Continue it with "
             "training.resume_from_checkpoint: latest, name another folder, or set "
-            "training.overwrite_output_dir: true "
-            "to move it aside."
+            "training.overwrite_output_dir: true to move it aside."
         )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -40,6 +45,23 @@ def prepare_output_dir(output_dir: Path, *, resuming: bool, overwrite: bool) -> 
         probe.unlink()
     except OSError as error:
         raise UserError(f"training.output_dir: {output_dir} cannot be written: {error.strerror}") from error
+    return moved
+
+
+def _move_aside(output_dir: Path, inputs: Sequence[Path]) -> Path:
+    for path in (*inputs, Path.cwd()):
+        if Path(os.path.realpath(path)).is_relative_to(output_dir):
+            raise UserError(
+                f"training.overwrite_output_dir: {output_dir} holds {path}, which this run needs where "
+                "it is; name another training.output_dir"
+            )
+    moved = _free_name(output_dir)
+    try:
+        output_dir.rename(moved)
+    except OSError as error:
+        raise UserError(
+            f"training.overwrite_output_dir: {output_dir} cannot be moved aside: {error.strerror}"
+        ) from error
     return moved
 
 

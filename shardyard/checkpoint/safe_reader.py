@@ -1,8 +1,7 @@
 """Reading a DCP folder without running anything that it holds.
 
 DCP's `.metadata` is a pickle, and its byte entries load as pickles too. Here the pickle is read with an
-allow-list of
-exact (module, name) pairs, and a folder with byte entries is refused: our checkpoints hold tensors only.
+allow-list of exact (module, name) pairs, and a folder with byte entries is refused: ours hold tensors only.
 """
 
 from __future__ import annotations
@@ -13,22 +12,26 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from shardyard.errors import UserError
 
 _DCP = "torch.distributed.checkpoint.metadata"
+_DTYPES = [
+    str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)
+]
 _ALLOWED = {
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # where Python 3.13 keeps it
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("collections", "OrderedDict"),
     *((_DCP, name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
+    *(("torch", name) for name in _DTYPES),
 }  # fmt: skip
 
 
@@ -71,9 +74,11 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise UserError(f"{path} is not read: it is no checkpoint metadata")
     for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            raise UserError(f"{path} is not read: entry {key} is a pickle, not a tensor")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise UserError(f"{path} is not read: entry {key} is no tensor; it may be a pickle")
     for info in (metadata.storage_data or {}).values():
         if Path(info.relative_path).name != str(info.relative_path):
             raise UserError(f"{path} is not read: it points outside the folder ({info.relative_path})")
+        if info.transform_descriptors:
+            raise UserError(f"{path} is not read: its data went through {info.transform_descriptors}")
     return metadata

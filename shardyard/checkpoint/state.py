@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters (tied ones once) and persistent buffers: ``model.<name>``."""
-    named = dict(model.named_parameters())
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
         owner, _, leaf = name.rpartition(".")
         if leaf not in model.get_submodule(owner)._non_persistent_buffers_set:
@@ -21,16 +22,23 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state by parameter name: ``optimizer.<name>.<what>``. Scalars of groups follow from
-    the config.
+    """The optimizer's state by parameter name: ``optimizer.<name>.<what>``. Group options are the config's.
+
+    Raises:
+        TypeError: a state is no tensor, or is a rank's own plain tensor beside a sharded parameter: it would
+            be taken for a replica, and one rank's copy would become everybody's.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"optimizer.{names[parameter]}.{what}": value.detach()
-        for parameter, state in optimizer.state.items()
-        for what, value in state.items()
-        if torch.is_tensor(value)
-    }
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        for what, value in state.items():
+            key = f"optimizer.{names[parameter]}.{what}"
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"{key} is a {type(value).__name__}; only tensors are checkpointed")
+            if value.ndim > 0 and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+                raise TypeError(f"{key} is a plain tensor beside a sharded parameter")
+            found[key] = value.detach()
+    return found
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:

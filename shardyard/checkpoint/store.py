@@ -1,9 +1,11 @@
 """Checkpoints of a run: each complete or absent.
 
-A save writes DCP files under a temporary name, all ranks agree that theirs is done, a manifest with sizes
-and hashes
-follows, and only then the folder gets its name, `latest` points to it, and old ones go. What is not a tensor
-is JSON.
+A save writes DCP files under a temporary name, all ranks agree that theirs is done, a manifest with sizes and
+hashes follows, and only then the folder gets its name, `latest` points to it, and old ones go. What is not a
+tensor is JSON.
+
+The manifest numbers the saves of a folder. The newest checkpoint is the one that was saved last, which is not
+the one with the highest step when a run went back to an earlier checkpoint; no clock is asked.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class Restored:
 
 
 class CheckpointStore:
-    """The folder ``<output_dir>/checkpoints`` of a run; every rank calls every method."""
+    """The folder ``<output_dir>/checkpoints`` of a run.
+
+    All ranks call ``save`` and ``load`` together; the other methods only look at the folder.
+    """
 
     def __init__(
         self, output_dir: Path, *, save_total_limit: int | None, group: dist.ProcessGroup | None = None
@@ -67,12 +72,11 @@ class CheckpointStore:
 
         Raises:
             UserError: on every rank, when one cannot write (disk full, no permission); nothing is left
-            behind, and
-                earlier checkpoints are untouched.
+                behind, and earlier checkpoints are untouched.
         """
         path, temporary = self.folder / f"global_step_{step}", self.folder / f"{_TEMPORARY}{step}"
-        tensors = model_tensors(model) | (optimizer_tensors(model, optimizer) if optimizer else {})
         what = f"saving checkpoint {path}"
+        tensors = model_tensors(model) | (optimizer_tensors(model, optimizer) if optimizer else {})
         try:
             self.peers.first(what, lambda: self._make_way(temporary))
             self.peers.agree(what, lambda: temporary.mkdir(parents=True, exist_ok=True))  # per-node disks
@@ -84,6 +88,8 @@ class CheckpointStore:
             if self.peers.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+        if self.peers.is_first:
+            self._retain(path)
         return path
 
     def load(self, path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Restored:
@@ -94,34 +100,37 @@ class CheckpointStore:
         """
         what = f"loading checkpoint {path}"
         run_state = self.peers.agree(what, lambda: _verify(path, self.peers))[0]
-        saved = self.peers.agree(what, lambda: _shapes(path))[0]
+        saved = self.peers.agree(what, lambda: _saved_tensors(path))[0]
         has_optimizer = optimizer is not None and any(key.startswith("optimizer.") for key in saved)
         tensors = model_tensors(model)
         if has_optimizer:
             assert optimizer is not None
             prepare_optimizer(optimizer)
             tensors |= optimizer_tensors(model, optimizer)
-        wanted = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
         held = saved if has_optimizer else {key: s for key, s in saved.items() if key.startswith("model.")}
         self.peers.agree(what, lambda: _compare(path, wanted, held))
-        dcp.load(
-            tensors, storage_reader=SafeReader(path), process_group=self.peers.group, no_dist=self.peers.alone
-        )
+        reader = SafeReader(path)
+        try:
+            dcp.load(tensors, storage_reader=reader, process_group=self.peers.group, no_dist=self.peers.alone)
+        except dcp.api.CheckpointException as error:
+            raise UserError(f"{what}: {_causes(error)}") from error
         return Restored(run_state, has_optimizer)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint; by number, not by the clock."""
-        return next((path for path in reversed(self.complete()) if fault_of(path) is None), None)
+        """The complete checkpoint that was saved last."""
+        complete = self.complete()
+        return complete[-1] if complete else None
 
     def complete(self) -> list[Path]:
-        """Checkpoints that have their name and manifest, oldest first."""
+        """Complete checkpoints, in the order in which they were saved."""
         found = self.folder.glob("global_step_*") if self.folder.is_dir() else ()
         named = [(int(match[1]), path) for path in found if (match := _NAME.fullmatch(path.name))]
-        return [path for _, path in sorted(named) if (path / MANIFEST).is_file()]
+        whole = [(_sequence(path), step, path) for step, path in named if fault_of(path) is None]
+        return [path for _, _, path in sorted(whole)]
 
     def resolve(self, wanted: str) -> Path | None:
-        """The checkpoint that ``training.resume_from_checkpoint`` names; None for ``latest`` when there is
-        none yet.
+        """The checkpoint that ``training.resume_from_checkpoint`` names; None for ``latest`` without any yet.
 
         Raises:
             UserError: a path that is not a complete checkpoint.
@@ -130,7 +139,9 @@ class CheckpointStore:
             return self.latest()
         path = Path(wanted).expanduser()
         if fault := fault_of(path):
-            raise UserError(f"training.resume_from_checkpoint: {path} {fault}")
+            inside = CheckpointStore(path, save_total_limit=None).latest()
+            hint = f"; did you mean {inside}?" if inside else ""
+            raise UserError(f"training.resume_from_checkpoint: {path} {fault}{hint}")
         return path
 
     def _make_way(self, temporary: Path) -> None:
@@ -146,18 +157,25 @@ class CheckpointStore:
                 dict(tensors), storage_writer=writer, process_group=self.peers.group, no_dist=self.peers.alone
             )
         except dcp.api.CheckpointException as error:
-            causes = list(error.failures.values())
-            text = "; ".join(
-                dict.fromkeys(str(cause[0] if isinstance(cause, tuple) else cause) for cause in causes)
-            )
-            raise UserError(f"{what}: {text}") from error
+            raise UserError(f"{what}: {_causes(error)}") from error
 
     def _publish(self, temporary: Path, path: Path, files: dict[str, Any], run_state: dict[str, Any]) -> None:
         _write_durably(temporary / RUN_STATE, json.dumps(run_state, indent=1))
         files = files | {name: _facts(temporary / name) for name in (RUN_STATE, ".metadata")}
-        manifest = {"format": FORMAT, "torch": torch.__version__, "ranks": self.peers.size, "files": files}
+        manifest = {
+            "format": FORMAT,
+            "sequence": 1 + max(map(_sequence, self.complete()), default=0),
+            "torch": torch.__version__,
+            "ranks": self.peers.size,
+            "files": files,
+        }
         _write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(temporary)
+        if fault := fault_of(temporary):
+            raise UserError(
+                f"{temporary} {fault}. Rank 0 does not see what the other ranks wrote: training.output_dir "
+                "has to be a folder that all nodes share."
+            )
         if path.exists():  # the same step again, after a resume from an earlier one
             replaced = path.with_name(f"{_TEMPORARY}{path.name}.replaced")
             path.rename(replaced)
@@ -170,18 +188,21 @@ class CheckpointStore:
         _write_durably(pointer, path.name + "\n")
         pointer.replace(self.folder / LATEST)
         _sync_folder(self.folder)
-        self._retain(path)
 
     def _retain(self, newest: Path) -> None:
+        """Remove what the limit no longer keeps. A failure costs space and nothing else, so it only warns."""
         if self.limit is None:
             return
         others = [path for path in self.complete() if path != newest]
         for path in others[: max(len(others) - (self.limit - 1), 0)]:
             logger.info("Removing old checkpoint: %s", path)
-            # The manifest goes first: a removal that is cut short leaves something that nobody takes for
-            # complete.
-            (path / MANIFEST).unlink()
-            shutil.rmtree(path)
+            try:
+                # Out of its name first: a removal cut short leaves nothing that looks like a checkpoint.
+                doomed = path.with_name(f"{_TEMPORARY}{path.name}.removed")
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:
+                logger.warning("cannot remove %s: %s", path, error)
 
 
 def fault_of(path: Path) -> str | None:
@@ -190,19 +211,34 @@ def fault_of(path: Path) -> str | None:
         return "does not exist"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
+        written = {str(name): int(facts["bytes"]) for name, facts in manifest["files"].items()}
+        form = manifest["format"]
     except FileNotFoundError:
         return f"is not a complete checkpoint: it has no {MANIFEST}"
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"is not a complete checkpoint: its {MANIFEST} cannot be read ({error})"
-    if manifest.get("format") != FORMAT:
-        return f"has format {manifest.get('format')}; this program reads {FORMAT}"
-    for name, facts in files.items():
+    if form != FORMAT:
+        return f"has format {form}; this program reads {FORMAT}"
+    for name, wanted in written.items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != facts["bytes"]:
+        if size != wanted:
             found = "is missing" if size is None else f"has {size} bytes"
-            return f"is damaged: {name} {found}, {facts['bytes']} were written"
+            return f"is damaged: {name} {found}, {wanted} were written"
     return None
+
+
+def _sequence(path: Path) -> int:
+    """The place of a complete checkpoint among the saves of its folder."""
+    return int(json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("sequence", 0))
+
+
+def _causes(error: dcp.api.CheckpointException) -> str:
+    """What went wrong, once per rank that failed; DCP tells every rank of all of them."""
+    failures = sorted(error.failures.items())
+    lines = {
+        f"{cause}".strip().partition("\n")[0] or type(cause).__name__: rank for rank, (cause, _) in failures
+    }
+    return "; ".join(f"rank {rank}: {line}" for line, rank in lines.items())
 
 
 def _verify(path: Path, peers: Peers) -> dict[str, Any]:
@@ -216,16 +252,22 @@ def _verify(path: Path, peers: Peers) -> dict[str, Any]:
     return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(entry.size) for key, entry in read_metadata(path).state_dict_metadata.items()}  # pyright: ignore
+def _saved_tensors(path: Path) -> dict[str, Any]:
+    """(shape, dtype) by key; `read_metadata` lets nothing but tensors through."""
+    entries: Any = read_metadata(path).state_dict_metadata
+    return {key: (tuple(entry.size), entry.properties.dtype) for key, entry in entries.items()}
 
 
-def _compare(path: Path, wanted: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]]) -> None:
+def _compare(path: Path, wanted: dict[str, Any], held: dict[str, Any]) -> None:
     missing, foreign = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
     other = sorted(key for key in wanted.keys() & held.keys() if wanted[key] != held[key])
     faults = [
         f"{len(keys)} {what} (such as {keys[0]})"
-        for keys, what in ((missing, "missing"), (foreign, "unknown to it"), (other, "of another shape"))
+        for keys, what in (
+            (missing, "missing"),
+            (foreign, "unknown to it"),
+            (other, "of another shape or dtype"),
+        )
         if keys
     ]
     if faults:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardyard.config.loader import Origin
@@ -15,16 +15,19 @@ SECRETS = frozenset({"model.hf_hub_token", "model.ms_hub_token", "model.om_hub_t
 _WIDEST_VALUE = 44
 
 
-def format_table(config: Config, origins: Mapping[str, Origin]) -> str:
-    """Every setting, its value and its origin, in aligned columns, one section after the other."""
-    rows = {path: _shown(path, get(config, path)) for path in FIELDS}
-    key_width = max(len(path.split(".")[1]) for path in FIELDS)
+def format_table(config: Config, origins: Mapping[str, Origin], paths: Collection[str] = FIELDS) -> str:
+    """Settings (all, or those in ``paths``), value and origin, in aligned columns, one section after the
+    other.
+    """
+    rows = {path: _shown(path, get(config, path)) for path in FIELDS if path in paths}
+    key_width = max(len(path.split(".")[1]) for path in rows)
     value_width = min(_WIDEST_VALUE, max(len(text) for text in rows.values()))
     lines: list[str] = []
     for section, model in SECTIONS.items():
-        if model.model_fields:
+        keys = [key for key in model.model_fields if f"{section}.{key}" in rows]
+        if keys:
             lines.append(f"{section}:")
-        for key in model.model_fields:
+        for key in keys:
             path = f"{section}.{key}"
             lines.append(f"  {key:<{key_width}}  {rows[path]:<{value_width}}  {_origin(origins, path)}")
     return "\n".join(lines)

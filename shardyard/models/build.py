@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from shardyard.config import ModelConfig
 from shardyard.errors import UserError
@@ -49,6 +50,7 @@ def build_model(
     Raises:
         UserError: weights that are missing or do not fit the config, a family that cannot be trained here.
     """
+    transformers_logging.disable_progress_bar()  # one bar a rank would run through each other
     base = base_class(config, str(source), trust_remote_code=model_config.trust_remote_code)
     refused = packing.refusal(config)
     attention = model_config.attn_implementation or (None if refused else DOCUMENTS_ATTENTION)

@@ -8,6 +8,8 @@ import sys
 _FORMAT = "%(levelname)s [%(asctime)s] >> %(message)s"
 _DATE = "%Y-%m-%d %H:%M:%S"
 
+_SAME_ON_EVERY_RANK = frozenset(f"shardyard.{room}" for room in ("parallel", "models", "train"))
+
 logger = logging.getLogger("shardyard.monitor")
 
 
@@ -23,6 +25,7 @@ def setup_logging(rank: int) -> None:
     else:
         handler = logging.StreamHandler(sys.stderr)
         handler.setLevel(logging.WARNING)
+        handler.addFilter(_differs_by_rank)
         text = _FORMAT.replace("%(message)s", f"rank {rank}: %(message)s")
         handler.setFormatter(logging.Formatter(text, _DATE))
     handler.set_name("shardyard")
@@ -32,6 +35,11 @@ def setup_logging(rank: int) -> None:
     package.addHandler(handler)
     package.setLevel(handler.level)
     package.propagate = False
+
+
+def _differs_by_rank(record: logging.LogRecord) -> bool:
+    """Warnings of the rooms that do the same on every rank are said once, by rank 0."""
+    return record.levelno > logging.WARNING or record.name not in _SAME_ON_EVERY_RANK
 
 
 def log_run_start(

@@ -136,11 +136,21 @@ def _assemble(
     )
 
 
+_ALWAYS_SHOWN = {
+    "model.model_name_or_path", "data.dataset", "data.template", "data.cutoff_len", "parallel.param_dtype",
+    "parallel.recompute", "training.lr", "training.num_train_epochs", "training.max_steps", "training.seed",
+    "training.per_device_train_batch_size", "training.gradient_accumulation_steps", "training.output_dir",
+}  # fmt: skip
+
+
 def _report_config(loaded: Loaded, layout: Layout, device: Device) -> None:
+    """What was set, with its origin, and what everyone asks for; every other value is a default."""
     for warning in loaded.warnings:
         logger.warning(warning)
-    for line in format_table(loaded.config, loaded.origins).splitlines():
+    was_set = {path for path, origin in loaded.origins.items() if str(origin) != "default"}
+    for line in format_table(loaded.config, loaded.origins, was_set | _ALWAYS_SHOWN).splitlines():
         logger.info(line)
+    logger.info("all settings with their origins: %s/resolved_config.yaml", loaded.config.training.output_dir)
     logger.info("%d rank(s) on %s: %s", layout.world_size, device.type, layout)
 
 

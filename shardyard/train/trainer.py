@@ -91,13 +91,7 @@ class Trainer:
         steps, epochs = self.training.save_steps, self.training.save_epochs
         if steps > 0 and self.state.step % steps == 0:
             return True
-        return epochs > 0 and self._ends_epoch(batch) and (batch.epoch + 1) % epochs == 0
-
-    def _ends_epoch(self, batch: StepBatch) -> bool:
-        try:
-            return self.sampler.global_batch_at(batch.end).epoch > batch.epoch
-        except IndexError:  # the run ends here
-            return True
+        return epochs > 0 and self.sampler.ends_epoch(batch.end) and (batch.epoch + 1) % epochs == 0
 
     def _record(self, batch: StepBatch, result: StepResult, lr: float, elapsed: float) -> StepRecord:
         return StepRecord(

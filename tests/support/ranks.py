@@ -136,7 +136,7 @@ class RankPool:
                     fn.__module__, str(module.__file__), fn.__qualname__, arguments,
                 )  # fmt: skip
                 mine, theirs = self._context.Pipe(duplex=False)
-                process = self._context.Process(target=_rank_main, args=(job, theirs), daemon=True)
+                process = self._context.Process(target=_rank_main, args=(job, theirs))
                 process.start()
                 theirs.close()
                 processes.append(process)
