@@ -84,7 +84,7 @@ class Device:
             torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         # Filling fresh memory is meant for debugging and costs a pass over every buffer.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 def visible_accelerators() -> tuple[str, int]:

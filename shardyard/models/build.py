@@ -96,7 +96,8 @@ def _from_weights(
     try:
         model, info = cls.from_pretrained(
             str(source), config=config, dtype=torch.float32, output_loading_info=True, weights_only=True,
-            distributed_config=cls.placement.distributed_config, trust_remote_code=options.trust_remote_code, **extra,
+            distributed_config=cls.placement.distributed_config, trust_remote_code=options.trust_remote_code,
+            **extra,
         )  # fmt: skip
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(
@@ -156,4 +157,6 @@ def _self_test(model: Any, config: Any, precision: Precision, device: torch.devi
     tolerance = _LEAK_TOLERANCE[precision.compute]
     if difference <= tolerance:
         return None
-    return f"two packed documents differ from each alone by {difference:.1e} (at most {tolerance:.0e} is rounding)"
+    return (
+        f"two packed documents differ from each alone by {difference:.1e} ({tolerance:.0e} would be rounding)"
+    )

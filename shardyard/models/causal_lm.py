@@ -122,11 +122,10 @@ def base_class(config: PreTrainedConfig, source: str, *, trust_remote_code: bool
             f"causal "
             "language model of that type"
         )
-    found = mapping[type(config)]
-    if isinstance(found, tuple):
-        named = [cls for cls in found if cls.__name__ in (config.architectures or [])]
-        found = (named or list(found))[0]
-    return found
+    found: Any = mapping[type(config)]
+    candidates = found if isinstance(found, tuple) else (found,)
+    named = [cls for cls in candidates if cls.__name__ in (config.architectures or [])]
+    return (named or candidates)[0]
 
 
 def trainable_class(base: type[PreTrainedModel], placement: Placement) -> type[PreTrainedModel]:

@@ -30,7 +30,7 @@ def initialise_from_seed(model: PreTrainedModel, seed: int, device: torch.device
     """Give a parallelised model on the meta device its storage and its initial weights."""
     model.to_empty(device=device)
     model.tie_weights(recompute_mapping=False)
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     done: set[nn.Module] = set()
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         for block in _blocks(model):

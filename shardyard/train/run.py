@@ -124,11 +124,13 @@ def _assemble(
     )  # fmt: skip
     logger.info("> Building Monitor...")
     monitor = Monitor(
-        Path(training.output_dir), logging_steps=training.logging_steps, log_throughput=training.log_throughput,
+        Path(training.output_dir),
+        logging_steps=training.logging_steps, log_throughput=training.log_throughput,
         log_cpu_memory=training.log_cpu_memory, is_main=group.is_main, resume_step=state.step,
     )  # fmt: skip
     log_run_start(
-        num_examples=len(data.store), num_epochs=training.num_train_epochs, total_batch_size=sampler.global_batch,
+        num_examples=len(data.store), num_epochs=training.num_train_epochs,
+        total_batch_size=sampler.global_batch,
         gradient_accumulation_steps=training.gradient_accumulation_steps, total_steps=schedule.total,
     )  # fmt: skip
     return Trainer(

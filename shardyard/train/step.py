@@ -107,9 +107,8 @@ class TrainStep:
         labelled = sum(batch.num_labelled for batch in micro_batches)
         tokens = sum(batch.num_tokens for batch in micro_batches)
         rows = self.group.gather([labelled, tokens, *documents])
-        return _Counts(
-            labelled=int(rows[:, 0].sum()), tokens=int(rows[:, 1].sum()), forwards=tuple(rows[:, 2:].max(0).values.int().tolist())
-        )  # fmt: skip
+        forwards = rows[:, 2:].max(0).values.int().tolist()
+        return _Counts(int(rows[:, 0].sum()), int(rows[:, 1].sum()), tuple(forwards))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], counts: _Counts) -> list[torch.Tensor]:
         """Loss sums, one per micro-batch. FSDP averages gradients over ``dp_size`` ranks, which the factor

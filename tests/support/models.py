@@ -36,7 +36,8 @@ def tiny_config(family: str) -> Any:
             common = _COMMON | dict(num_hidden_layers=3, num_key_value_heads=4)
             return hf.DeepseekV3Config(
                 **common, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2,
-                n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=24,
+                n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=16,
+                q_lora_rank=24,
                 qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, tie_word_embeddings=False,
             )  # fmt: skip
         case "glm4_moe":

@@ -197,7 +197,8 @@ def test_pretraining_reads_raw_text_as_one_stream(ranks, workspace):
     stream = sum(len(tokenizer(f"document {i} " * 9)["input_ids"]) + 1 for i in range(9))
     assert records[-1]["consumed_tokens"] == stream - 1, "every token but the first is a target once"
     isolated = train(
-        ranks, workspace, "iso", *words, "--data.append_eod", "--data.reset_attention_mask", "--training.num_train_epochs", "1"
+        ranks, workspace, "iso", *words, "--data.append_eod", "--data.reset_attention_mask",
+        "--training.num_train_epochs", "1",
     )  # fmt: skip
     assert isolated[-1]["consumed_tokens"] == stream - 1 and isolated[0]["loss"] != records[0]["loss"]
 

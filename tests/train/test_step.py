@@ -109,13 +109,16 @@ def collectives_in_a_step(folder, accumulation):
 
 def count_calls(module, *names):
     seen: dict[str, int] = {}
+
+    def counting(name, original):
+        def counted(*args, **kwargs):
+            seen[name] = seen.get(name, 0) + 1
+            return original(*args, **kwargs)
+
+        return counted
+
     for name in names:
-
-        def counted(*args, _name=name, _original=getattr(module, name), **kwargs):
-            seen[_name] = seen.get(_name, 0) + 1
-            return _original(*args, **kwargs)
-
-        setattr(module, name, counted)
+        setattr(module, name, counting(name, getattr(module, name)))
     return seen
 
 
