@@ -17,6 +17,7 @@ from shardyard.errors import UserError
 logger = logging.getLogger("shardyard.device")
 
 _HEARTBEAT_S = 30.0
+_LEAVE_S = 5.0
 
 
 class ProcessGroup:
@@ -70,6 +71,16 @@ class ProcessGroup:
                 logger.info("rank %d waits for %s (%.0f s)", self.rank, key, waited)
             time.sleep(0.1)
         return self._store.get(name).decode()
+
+    def leave_together(self) -> None:
+        """Wait, for some seconds at most, until every rank is here: rank 0 may hold the store that others
+        still read.
+        """
+        self.publish(f"left/{self.rank}", "")
+        names = [f"shardyard/left/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + _LEAVE_S
+        while self.rank == 0 and not self._store.check(names) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def stop(self) -> None:
         if dist.is_initialized():

@@ -42,7 +42,11 @@ def run(loaded: Loaded) -> int:
     """
     device = detect_device()
     group = start_process_group(device)
-    _train(loaded, device, group)
+    try:
+        _train(loaded, device, group)
+    except UserError:
+        group.leave_together()
+        raise
     group.stop()
     return 0
 
@@ -108,7 +112,8 @@ def _assemble(
     )
     logger.info("> Building Checkpointer...")
     store = CheckpointStore(Path(training.output_dir), save_total_limit=training.save_total_limit)
-    state = _restore(store, resume_from, built, optimizer)
+    order = f"samples {data.store.manifest['key']}, seed {training.seed}, shuffled {sampler.shuffle}"
+    state = _restore(store, resume_from, built, optimizer, order)
     if training.save_hf_weights:
         check_exportable(built.model, source_dir=_source_of(config, built), tokenizer=tokenizer)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
@@ -187,8 +192,11 @@ def _open_output_dir(config: Config) -> str:
     training = config.training
     output_dir = Path(training.output_dir)
     wanted = training.resume_from_checkpoint
-    found = CheckpointStore(output_dir, save_total_limit=None).resolve(wanted) if wanted else None
-    prepare_output_dir(output_dir, resuming=wanted is not None, overwrite=training.overwrite_output_dir)
+    store = CheckpointStore(output_dir, save_total_limit=None)
+    found = store.resolve(wanted) if wanted else None
+    # A checkpoint of another run may begin this one, but not in a folder that holds a third.
+    own = wanted == "latest" or (found is not None and found.resolve().parent == store.folder.resolve())
+    prepare_output_dir(output_dir, resuming=own, overwrite=training.overwrite_output_dir)
     if wanted == "latest" and found is None:
         logger.info(
             "resume_from_checkpoint: latest, but %s holds no checkpoint yet: starting at step 0", output_dir
@@ -203,15 +211,30 @@ def _write_resolved(loaded: Loaded, group: ProcessGroup) -> None:
 
 
 def _restore(
-    store: CheckpointStore, path: str, built: BuiltModel, optimizer: torch.optim.Optimizer
+    store: CheckpointStore, path: str, built: BuiltModel, optimizer: torch.optim.Optimizer, order: str
 ) -> RunState:
     if not path:
-        return RunState()
+        return RunState(order)
     restored = store.load(Path(path), model=built.model, optimizer=optimizer)
-    if not restored.has_optimizer:
-        logger.info("Loaded model weights only, starting training from step 0")
-        return RunState()
     state = RunState.from_json(restored.run_state)
+    if not restored.has_optimizer:
+        if store.folder.resolve() == Path(path).resolve().parent:
+            raise UserError(
+                f"training.resume_from_checkpoint: {path} holds weights only (training.save_only_model), so "
+                f"training "
+                "starts from step 0; name another training.output_dir for that, this one holds the steps so "
+                "far"
+            )
+        logger.info("Loaded model weights only, starting training from step 0")
+        return RunState(order)
+    if state.data_order != order:
+        raise UserError(
+            f"training.resume_from_checkpoint: {path} counts its place in other data ({state.data_order}) "
+            f"than this run "
+            f"has ({order}). Resume with the data, data settings and seed of the checkpoint; to train on "
+            f"other data, start "
+            "a new run from the exported model."
+        )
     logger.info("Load distributed checkpoint from %s successfully!", path)
     logger.info("Resuming from step %d, %d samples into the data", state.step, state.cursor)
     return state

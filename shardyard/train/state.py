@@ -10,8 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunState:
-    """``cursor`` is the place in the data: samples passed since the run began, over all epochs and ranks."""
+    """``cursor`` is the place in the data: samples passed since the run began, over all epochs and ranks.
 
+    ``data_order`` names the sequence that the cursor counts in: samples, seed and shuffling.
+    """
+
+    data_order: str
     step: int = 0
     cursor: int = 0
     consumed_samples: int = 0
@@ -26,9 +30,9 @@ class RunState:
             consumed_tokens=self.consumed_tokens + tokens,
         )
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, int | str]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunState:
-        return cls(**{field.name: int(values[field.name]) for field in fields(cls)})
+        return cls(**{field.name: values[field.name] for field in fields(cls)})

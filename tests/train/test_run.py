@@ -239,6 +239,30 @@ def test_a_folder_with_another_run_is_refused_and_kept(ranks, workspace):
     assert metrics(moved) == first
 
 
+def test_resuming_on_other_data_or_into_another_run_s_folder_is_refused(ranks, workspace):
+    short = ["--training.max_steps", "2", "--training.save_hf_weights", "false"]
+    train(ranks, workspace, "run", *short)
+    resume = [*short, "--training.resume_from_checkpoint", "latest"]
+    for words in (["--training.seed", "7"], ["--data.cutoff_len", "40"], ["--training.disable_shuffling"]):
+        assert "counts its place in other data" in refused(ranks, workspace, *resume, *words)
+    train(ranks, workspace, "third", *short)
+    path = str(workspace / "run" / "checkpoints" / "global_step_2")
+    assert "holds another run" in refused(
+        ranks, workspace, *short, "--training.resume_from_checkpoint", path, out="third"
+    )
+
+
+def test_weights_alone_start_a_new_run_in_a_folder_of_their_own(ranks, workspace):
+    words = ["--training.save_hf_weights", "false", "--training.save_only_model"]
+    before = train(ranks, workspace, "run", *words, "--training.max_steps", "2")
+    path = str(workspace / "run" / "checkpoints" / "global_step_2")
+    words += ["--training.resume_from_checkpoint", path, "--training.max_steps", "1"]
+    assert "weights only" in refused(ranks, workspace, *words)
+    assert metrics(workspace / "run") == before
+    (record,) = train(ranks, workspace, "next", *words)
+    assert record["step"] == 1 and record["loss"] < before[0]["loss"]
+
+
 def test_latest_without_a_checkpoint_starts_at_zero(ranks, workspace):
     records = train(
         ranks, workspace, "run", "--training.resume_from_checkpoint", "latest", "--training.max_steps", "2"
