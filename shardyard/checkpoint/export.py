@@ -1,12 +1,9 @@
-"""The trained model in Hugging Face format: keys, shapes, dtypes and ties of its source, verified before it
-counts.
+"""The trained model in Hugging Face format: keys, shapes, dtypes and ties of its source, verified.
 
 Tensors are gathered one group at a time (a layer at most), turned back into their on-disk names by
-transformers'
-own conversion, and written by rank 0. `save_pretrained` is not used: it would gather everything and choose
-dtypes
-itself. `check_exportable` walks the same way on meta tensors, so that what cannot be exported is found at
-step 0.
+transformers' own conversion, and written by rank 0. `save_pretrained` is not used: it would gather everything
+and choose dtypes itself. `check_exportable` walks the same way on meta tensors, so that what cannot be
+exported is found at step 0.
 """
 
 from __future__ import annotations
@@ -26,12 +23,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.side_files import is_native, write_side_files
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.checkpoint")
@@ -87,13 +84,11 @@ class _Source:
 
 
 def check_exportable(model: Any, *, source_dir: Path | None, tokenizer: Any) -> None:
-    """What would stop the export at the end, found before the first step. Every rank calls it; nothing is
-    gathered.
+    """What would stop the export at the end, found before the first step. Every rank calls it.
 
     Raises:
         UserError: a tensor that the source's format or a safetensors file cannot hold, names that cannot be
-        turned
-            back, or side files that cannot be written.
+            turned back, or side files that cannot be written.
     """
     peers = Peers()
     peers.first("the export after training would fail", lambda: _rehearse(model, source_dir, tokenizer))
@@ -115,14 +110,13 @@ def _rehearse(model: Any, source_dir: Path | None, tokenizer: Any) -> None:
         if tensor.is_floating_point() and dtype not in _PLAIN_FLOATS:
             raise UserError(
                 f"model.model_name_or_path: {name} is quantised ({dtype}) in {source_dir}, and trained "
-                f"weights cannot "
-                "take that form; start from the model's bf16 weights"
+                "weights cannot take that form; start from the model's bf16 weights"
             )
     _report_differences(
         source, {*on_disk, *(n for names in _tied_names(model, source).values() for n in names)}
     )
     with tempfile.TemporaryDirectory() as folder:
-        _write_side_files(model, Path(folder), source_dir, tokenizer, torch.float32)
+        write_side_files(model, Path(folder), source_dir, tokenizer, torch.float32)
 
 
 def _on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -130,9 +124,7 @@ def _on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _report_differences(source: _Source, ours: set[str]) -> None:
-    """A source may hold what transformers does not read (heads of multi-token prediction); the export has
-    none of it.
-    """
+    """A source may hold what transformers does not read, such as heads of multi-token prediction."""
     for names, what in (
         (source.dtypes.keys() - ours, "of the source are not part of the model and will not be exported"),
         (
@@ -145,9 +137,7 @@ def _report_differences(source: _Source, ours: set[str]) -> None:
 
 
 def _tied_names(model: Any, source: _Source) -> dict[str, tuple[str, ...]]:
-    """For tied weights whose source has other names than the first, or several: on-disk name -> names to
-    write.
-    """
+    """On-disk name of each tied weight -> the names that the source has it under; one at least."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -172,12 +162,9 @@ def export_hf(
     """Write the model into ``out_dir``; every rank calls it, rank 0 writes.
 
     Floating tensors have ``save_dtype`` if given, else each the dtype it has in the source; one that the
-    source lacks
-    has the dtype that most of the source has, and without a source that of the config (buffers stay as they
-    are).
-    Files take their final names only when all are written, opened again and compared, and, for a model that
-    is not
-    too large, loaded by plain transformers to answer a fixed prompt.
+    source lacks has the dtype that most of the source has, and without a source that of the config (buffers
+    stay as they are). Files take their final names only when all are written, opened again and compared, and,
+    for a model that is not too large, loaded by plain transformers to answer a fixed prompt.
 
     Raises:
         UserError: the folder cannot be written, or what was written differs from the model.
@@ -304,7 +291,7 @@ def _finish(
     size = sum(sum(file.values()) for file in writer.files)
     ready = writer.folder / "ready"
     ready.mkdir()
-    _write_side_files(model, ready, source_dir, tokenizer, dtype)
+    write_side_files(model, ready, source_dir, tokenizer, dtype)
     for number, name in enumerate(names):
         writer.path(number).replace(ready / name)
     if count > 1:
@@ -317,9 +304,7 @@ def _finish(
 
 
 def _move_in_place(ready: Path, out_dir: Path, names: list[str]) -> None:
-    """Side files, then weights, the index last; before them, a former export of this run with its other
-    files.
-    """
+    """Side files, then weights, the index last, in place of a former export of this run."""
     for stale in [*out_dir.glob("model-*-of-*.safetensors"), out_dir / WEIGHTS, out_dir / INDEX]:
         stale.unlink(missing_ok=True)
     weights = [*names, INDEX]
@@ -343,11 +328,12 @@ def _sync(path: Path) -> None:
 def _probe(model: Any, folder: Path, writer: _ShardWriter) -> None:
     """Load the export as a user will, by plain transformers, and let it answer."""
     elements = sum(math.prod(shape) for shape, _ in writer.expected.values())
-    if elements * 4 > _PROBED_UP_TO or not type(model).__module__.startswith("transformers."):
+    if elements * 4 > _PROBED_UP_TO or not is_native(model):
         return
-    loaded, info = AutoModelForCausalLM.from_pretrained(
+    both: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
+    loaded, info = both
     faults = [
         f"{what}: {info[what]}"
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -377,57 +363,3 @@ def _compare(path: Path, expected: dict[str, tuple[tuple[int, ...], torch.dtype]
             raise UserError(
                 f"the trained weight {name} holds NaN or Inf in {tensor.dtype}; it is not exported"
             )
-
-
-def _write_side_files(
-    model: Any, folder: Path, source_dir: Path | None, tokenizer: Any, dtype: torch.dtype
-) -> None:
-    config = json.dumps(_config_of(model, dtype, source_dir), indent=2, ensure_ascii=False)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    generation = source_dir / "generation_config.json" if source_dir else None
-    if generation and generation.is_file():
-        # As it is: transformers would refuse to save one whose options contradict each other.
-        shutil.copyfile(generation, folder / generation.name)
-    elif getattr(model, "generation_config", None) is not None:
-        text = json.dumps(model.generation_config.to_diff_dict(), indent=2, default=str)
-        (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _config_of(model: Any, dtype: torch.dtype, source_dir: Path | None = None) -> dict[str, Any]:
-    """config.json without our traces; its dtype is that of the written tensors.
-
-    The source's own text where the model still is what it says: other loaders read keys that transformers
-    drops.
-    Code that the source names is not copied, so a model of transformers' own does not name it either.
-    """
-    config = _without_traces(model.config.to_diff_dict())
-    path = source_dir / "config.json" if source_dir else None
-    if path is not None and path.is_file():
-        source = json.loads(path.read_text(encoding="utf-8"))
-        if _without_traces(type(model.config).from_dict(dict(source)).to_diff_dict()) == config:
-            config = source
-    config.pop("torch_dtype", None)
-    if type(model).__module__.startswith("transformers."):
-        config.pop("auto_map", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config["architectures"] = [_architecture(model)]
-    return config
-
-
-def _without_traces(config: dict[str, Any]) -> dict[str, Any]:
-    ours = {
-        "distributed_config",
-        "_name_or_path",
-        "dtype",
-        "torch_dtype",
-        "architectures",
-        "transformers_version",
-    }
-    return {key: value for key, value in config.items() if key not in ours}
-
-
-def _architecture(model: Any) -> str:
-    """FSDP puts a class of its own in front, with its own prefix to the name."""
-    return next(cls.__name__ for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))

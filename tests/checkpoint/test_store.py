@@ -4,6 +4,7 @@ do.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -160,13 +161,27 @@ def test_a_hostile_metadata_file_runs_nothing(ranks, tmp_path):
     path, marker = tmp_path / "checkpoints" / "global_step_1", tmp_path / "marker"
     (path / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
     manifest = json.loads((path / "manifest.json").read_text())
-    import hashlib
-
     data = (path / ".metadata").read_bytes()
     manifest["files"][".metadata"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (path / "manifest.json").write_text(json.dumps(manifest))
     message = ranks.run(1, message_of_load, folder, path)[0]
     assert "mkdir" in message and not marker.exists()
+
+
+def test_a_hostile_tensor_file_runs_nothing(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    ranks.run(1, save_with_limit, folder, tmp_path, None, [1])
+    path, marker = tmp_path / "checkpoints" / "global_step_1", tmp_path / "marker"
+    victim = next(path.glob("*.distcp"))
+    bomb = pickle.dumps(Bomb(marker), protocol=2)
+    victim.write_bytes(bomb * (victim.stat().st_size // len(bomb)))
+    manifest = json.loads((path / "manifest.json").read_text())
+    data = victim.read_bytes()
+    manifest["files"][victim.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    for message in ranks.run(2, message_of_load, folder, path):
+        assert message is not None and "rank" in message
+    assert not marker.exists()
 
 
 def test_a_pickled_entry_is_refused(ranks, tmp_path):
@@ -233,3 +248,205 @@ def test_an_output_dir_that_cannot_be_made_says_why(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="output_dir"):
         prepare_output_dir(tmp_path / "file" / "out", resuming=False, overwrite=False)
+
+
+def test_after_going_back_to_an_earlier_step_the_newest_is_what_was_saved_last(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    left = ranks.run(2, save_with_limit, folder, tmp_path, 2, [5, 10, 6])[0]
+    assert left == ["global_step_10", "global_step_6", "latest"]
+    assert CheckpointStore(tmp_path, save_total_limit=None).latest().name == "global_step_6"
+
+
+def test_an_output_folder_as_checkpoint_is_refused_with_the_checkpoint_in_it(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "qwen3")
+    ranks.run(1, save_with_limit, folder, tmp_path / "run", None, [3])
+    with pytest.raises(UserError, match=r"did you mean .*global_step_3"):
+        CheckpointStore(tmp_path, save_total_limit=None).resolve(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": {"a": 1}, "format": 1}', "null", "not json"])
+def test_a_manifest_of_another_form_is_a_reason_and_no_crash(tmp_path, manifest):
+    path = fake_checkpoint(tmp_path, 1)
+    (path / "manifest.json").write_text(manifest)
+    assert "cannot be read" in str(fault_of(path))
+    assert CheckpointStore(tmp_path, save_total_limit=None).latest() is None
+
+
+def save_on_a_full_disk(out):
+    """Rank 1 may write no file above 1 MiB, which is what a full disk looks like to it."""
+    import resource
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1024, 1024)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    store = CheckpointStore(out, save_total_limit=1)
+    store.save(1, model=model, optimizer=None, run_state={"step": 1})
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        store.save(2, model=model, optimizer=None, run_state={"step": 2})
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_a_full_disk_on_one_rank_is_everyone_s_error_and_the_previous_checkpoint_stays(ranks, tmp_path):
+    for message in ranks.run(2, save_on_a_full_disk, tmp_path):
+        assert message is not None and "global_step_2" in message and "rank 1" in message
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["global_step_1", "latest"]
+    assert CheckpointStore(tmp_path, save_total_limit=None).latest().name == "global_step_1"
+
+
+def uneven_model(world_size):
+    """Rows that do not divide, a dimension smaller than the world, a bool and an empty buffer."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 1, bias=False))
+    model.register_buffer("mask", torch.tensor([True, False, True]))
+    model.register_buffer("nothing", torch.empty(0, 3))
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer
+
+
+def save_uneven(out, world_size):
+    import torch
+
+    torch.manual_seed(0)
+    model, optimizer = uneven_model(world_size)
+    for _ in range(2):
+        model(torch.ones(3, 5)).sum().backward()
+        optimizer.step()
+    CheckpointStore(out, save_total_limit=None).save(2, model=model, optimizer=optimizer, run_state={})
+    return contents(model, optimizer)
+
+
+def load_uneven(path, world_size):
+    import torch
+
+    torch.manual_seed(1)
+    model, optimizer = uneven_model(world_size)
+    model.mask.zero_()
+    CheckpointStore(path.parents[1], save_total_limit=None).load(path, model=model, optimizer=optimizer)
+    return contents(model, optimizer)
+
+
+def contents(model, optimizer):
+    from shardyard.checkpoint.state import model_tensors, optimizer_tensors
+
+    return whole(model_tensors(model) | optimizer_tensors(model, optimizer))
+
+
+@pytest.mark.parametrize("written_by", [1, 2, 4])
+def test_uneven_shards_and_odd_buffers_come_back_on_any_number_of_ranks(ranks, tmp_path, written_by):
+    wanted = ranks.run(written_by, save_uneven, tmp_path, written_by)[0]
+    assert len(wanted) == 3 + 2 + 3 * 3  # parameters, persistent buffers, two moments and a count for each
+    assert wanted["optimizer.0.weight.step"] == 2 and wanted["model.mask"].tolist() == [1, 0, 1]
+    for world_size in (1, 2, 4):
+        path = tmp_path / "checkpoints" / "global_step_2"
+        for found in ranks.run(world_size, load_uneven, path, world_size):
+            assert found.keys() == wanted.keys()
+            assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_a_rank_s_own_plain_state_beside_a_sharded_parameter_is_not_saved(ranks):
+    assert (
+        ranks.run(2, plain_state_message)
+        == ["TypeError: optimizer.weight.m is a plain tensor beside a sharded parameter"] * 2
+    )
+
+
+def plain_state_message():
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from shardyard.checkpoint.state import optimizer_tensors
+
+    model = torch.nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight]["m"] = torch.zeros(2, 4)
+    try:
+        optimizer_tensors(model, optimizer)
+    except TypeError as error:
+        return f"TypeError: {error}"
+
+
+KILLED_SAVE = """
+import os, signal, sys, torch
+from pathlib import Path
+from shardyard.checkpoint import CheckpointStore
+model = torch.nn.Linear(4, 4)
+store = CheckpointStore(Path(sys.argv[1]), save_total_limit=1)
+store.save(1, model=model, optimizer=None, run_state={"step": 1})
+left = int(sys.argv[2])
+def watch(event, args):  # every file that is opened, renamed, removed: a place to die at
+    global left
+    if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") and "checkpoints" in str(args[0]):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+store.save(2, model=model, optimizer=None, run_state={"step": 2})
+"""
+
+
+def places_of_death(out: Path, places: range) -> list[int]:
+    """Die at each place of the second save: the step that is newest after each, and after the one that lived."""
+    newest = []
+    for place in places:
+        process = subprocess.run(
+            [sys.executable, "-c", KILLED_SAVE, str(out), str(place)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        latest = CheckpointStore(out, save_total_limit=None).latest()
+        assert latest is not None and fault_of(latest) is None
+        newest.append(int(latest.name.removeprefix("global_step_")))
+        shutil.rmtree(out)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+    return newest
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_save_that_dies_at_any_file_operation_leaves_a_complete_checkpoint(tmp_path, stride):
+    newest = places_of_death(tmp_path / "run", range(0, 500, stride))
+    assert newest[0] == 1 and newest[-1] == 2 and newest == sorted(newest)
+
+
+def test_what_a_run_reads_is_neither_moved_nor_written_over(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for output_dir, overwrite in ((model, True), (model, False), (tmp_path, True)):
+        (tmp_path / "metrics.jsonl").write_text("x")
+        with pytest.raises(UserError, match="name another"):
+            prepare_output_dir(output_dir, resuming=False, overwrite=overwrite, inputs=[model])
+    assert (model / "config.json").exists()
+
+
+def test_the_folder_of_the_shell_is_not_moved_aside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("x")
+    with pytest.raises(UserError, match="name another"):
+        prepare_output_dir(Path("."), resuming=False, overwrite=True)
+
+
+def test_a_linked_output_dir_stays_a_link(tmp_path):
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    (tmp_path / "disk" / "run" / "metrics.jsonl").write_text("x")
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "run")
+    moved = prepare_output_dir(tmp_path / "out", resuming=False, overwrite=True)
+    assert moved is not None and moved.parent == tmp_path / "disk"
+    assert (tmp_path / "out").is_symlink() and list((tmp_path / "out").iterdir()) == []
