@@ -138,3 +138,121 @@ def test_nan_weights_are_not_exported_and_nothing_is_left(ranks, tmp_path):
     for message in ranks.run(2, export_of_nan, folder, tmp_path / "out"):
         assert "UserError" in message and "model.norm.weight" in message
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"), [(4, {"fsdp_size": 2}), (2, {"cpu_offload": True}), (4, {})], ids=str
+)
+def test_zero_steps_give_the_source_back_from_any_layout(ranks, tmp_path, world_size, parallel):
+    folder = write_tiny_model(tmp_path / "source", "deepseek_v3", dtype="bfloat16")
+    ranks.run(world_size, export, folder, tmp_path / "out", 20_000, Recipe(parallel=parallel))
+    assert tensors_of(tmp_path / "out") == tensors_of(folder)
+
+
+def test_a_tied_head_that_the_source_holds_is_written_too(ranks, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder, out = write_tiny_model(tmp_path / "source", "qwen3_tied"), tmp_path / "out"
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    ranks.run(2, export, folder, out)
+    assert tensors_of(out) == tensors_of(folder)
+
+
+def test_a_former_export_with_other_files_is_replaced(ranks, tmp_path):
+    folder, out = write_tiny_model(tmp_path / "source", "qwen3"), tmp_path / "out"
+    ranks.run(1, export, folder, out, 20_000)
+    ranks.run(1, export, folder, out)
+    assert [path.name for path in out.glob("model*")] == ["model.safetensors"]
+
+
+def test_code_that_a_config_names_is_neither_copied_nor_named(ranks, tmp_path):
+    folder, out = write_tiny_model(tmp_path / "source", "qwen3"), tmp_path / "out"
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_evil.Evil"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    ranks.run(1, export, folder, out)
+    assert "auto_map" not in json.loads((out / "config.json").read_text())
+    assert not list(out.glob("*.py")) and not (tmp_path / "marker").exists()
+
+
+def check_message(folder, source):
+    from shardyard.checkpoint import check_exportable
+
+    built, _, _ = build_step(folder, Recipe())
+    try:
+        check_exportable(built.model, source_dir=source, tokenizer=None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_a_quantised_source_is_refused_before_the_first_step(ranks, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder, source = write_tiny_model(tmp_path / "model", "qwen3"), tmp_path / "source"
+    source.mkdir()
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, source / "model.safetensors")
+    for message in ranks.run(2, check_message, folder, source):
+        assert message is not None and message.startswith("UserError") and name in message
+    assert ranks.run(2, check_message, folder, folder) == [None, None]
+
+
+def export_to_a_full_disk(folder, out):
+    """Rank 0 may write no file above 20 kB, which is what a full disk looks like to it."""
+    import resource
+    import signal
+
+    from shardyard.checkpoint import export_hf
+
+    built, _, _ = build_step(folder, Recipe())
+    out.mkdir(exist_ok=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        export_hf(built.model, out_dir=out, source_dir=folder, tokenizer=None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_an_export_to_a_full_disk_fails_on_all_ranks_and_leaves_nothing(ranks, tmp_path):
+    folder = write_tiny_model(tmp_path / "source", "qwen3")
+    for message in ranks.run(2, export_to_a_full_disk, folder, tmp_path / "out"):
+        assert message is not None and message.startswith("UserError: exporting to")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def export_with_a_tokenizer(folder, out):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from shardyard.checkpoint import check_exportable, export_hf
+
+    vocab = {"<s>": 0, "</s>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, 199)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token="<pad>")),
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+    built, _, _ = build_step(folder, Recipe())
+    check_exportable(built.model, source_dir=folder, tokenizer=tokenizer)
+    out.mkdir(exist_ok=True)
+    export_hf(built.model, out_dir=out, source_dir=folder, tokenizer=tokenizer)
+
+
+def test_the_tokenizer_and_its_template_stand_beside_the_weights(ranks, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder, out = write_tiny_model(tmp_path / "source", "qwen3"), tmp_path / "out"
+    ranks.run(2, export_with_a_tokenizer, folder, out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "w7"}], tokenize=True, return_dict=False)
+    assert ids == [7, 1]

@@ -402,7 +402,7 @@ store.save(2, model=model, optimizer=None, run_state={"step": 2})
 
 
 def places_of_death(out: Path, places: range) -> list[int]:
-    """Die at each place of the second save: the step that is newest after each, and after the one that lived."""
+    """Die at each place of the second save: the step that is newest after each, until a save lives."""
     newest = []
     for place in places:
         process = subprocess.run(
