@@ -14,6 +14,7 @@ setup_logging({rank})
 logger = logging.getLogger("shardyard.train")
 logger.info("hello")
 logger.warning("careful")
+logging.getLogger("shardyard.data").warning("only here")
 """
 
 
@@ -27,12 +28,12 @@ def speak(rank: int) -> tuple[list[str], list[str]]:
 def test_rank_0_speaks_once_on_stdout_in_the_known_format() -> None:
     out, err = speak(0)
     stamp = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\]"
-    assert len(out) == 2 and err == []
+    assert len(out) == 3 and err == []
     assert re.fullmatch(rf"INFO {stamp} >> hello", out[0])
     assert re.fullmatch(rf"WARNING {stamp} >> careful", out[1])
 
 
-def test_other_ranks_only_warn_on_stderr_with_their_number() -> None:
+def test_other_ranks_only_warn_of_what_rank_0_may_not_see_with_their_number() -> None:
     out, err = speak(3)
     assert out == [] and len(err) == 1
-    assert err[0].endswith(">> rank 3: careful")
+    assert err[0].endswith(">> rank 3: only here")
