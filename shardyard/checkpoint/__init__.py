@@ -1,6 +1,6 @@
 """The store of a run's checkpoints, and the verified Hugging Face export."""
 
-from shardyard.checkpoint.export import ExportReport, check_exportable, export_hf
+from shardyard.checkpoint.export import ExportReport, check_exportable, export_dtype, export_hf
 from shardyard.checkpoint.output_dir import prepare_output_dir
 from shardyard.checkpoint.store import CheckpointStore, Restored, fault_of
 
@@ -9,6 +9,7 @@ __all__ = [
     "ExportReport",
     "Restored",
     "check_exportable",
+    "export_dtype",
     "export_hf",
     "fault_of",
     "prepare_output_dir",

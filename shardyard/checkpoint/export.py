@@ -196,6 +196,11 @@ def export_hf(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def export_dtype(model: Any, source_dir: Path | None) -> torch.dtype:
+    """The dtype of an export's floating tensors: what most of the source has; without one, the config's."""
+    return _main_dtype(_Source.of(source_dir), model)
+
+
 def _main_dtype(source: _Source, model: Any) -> torch.dtype:
     floating = [dtype for dtype in source.dtypes.values() if dtype.is_floating_point]
     if floating:

@@ -51,6 +51,7 @@ def build_model(
         UserError: weights that are missing or do not fit the config, a family that cannot be trained here.
     """
     transformers_logging.disable_progress_bar()  # one bar a rank would run through each other
+    stated_dtype = getattr(config, "dtype", None)
     base = base_class(config, str(source), trust_remote_code=model_config.trust_remote_code)
     refused = packing.refusal(config)
     attention = model_config.attn_implementation or (None if refused else DOCUMENTS_ATTENTION)
@@ -59,6 +60,7 @@ def build_model(
         model = _from_seed(cls, config, attention, placement, seed)
     else:
         model = _from_weights(cls, config, source, attention, model_config)
+    model.config.dtype = stated_dtype  # building in fp32 set it; the export goes by what the model states
     device = placement.device.torch_device
     for module in model.modules():
         for name, buffer in module._buffers.items():

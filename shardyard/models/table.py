@@ -13,7 +13,9 @@ from shardyard.config.layout import Layout
 from shardyard.models.build import BuiltModel
 
 
-def startup_table(built: BuiltModel, layout: Layout, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+def startup_table(
+    built: BuiltModel, layout: Layout, optimizer: torch.optim.Optimizer, export_dtype: torch.dtype
+) -> Iterator[str]:
     """Lines of the table. Bytes are this rank's, before the first step; the optimizer's are those of its two
     moments.
     """
@@ -37,11 +39,7 @@ def startup_table(built: BuiltModel, layout: Layout, optimizer: torch.optim.Opti
     yield f"{'dtype of compute':<22}{_name(built.precision.compute)}"
     yield f"{'dtype of reduction':<22}{_name(built.precision.reduce)}"
     yield f"{'dtype of optimizer':<22}{dtypes} ({type(optimizer).__name__})"
-    yield f"{'dtype of export':<22}{export_dtype(built)}"
-
-
-def export_dtype(built: BuiltModel) -> str:
-    return str(getattr(built.config, "dtype", None) or "float32").removeprefix("torch.")
+    yield f"{'dtype of export':<22}{_name(export_dtype)}"
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

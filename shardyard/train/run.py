@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from shardyard.checkpoint import CheckpointStore, check_exportable, export_hf, prepare_output_dir
+from shardyard.checkpoint import (
+    CheckpointStore,
+    check_exportable,
+    export_dtype,
+    export_hf,
+    prepare_output_dir,
+)
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, resolve_layout
 from shardyard.config.resolved import dump_yaml, format_table
@@ -75,7 +81,8 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup) -> None:
     built = build_model(config.model, model_config, source, placement, seed=config.training.seed)
     logger.info("> Building Optimizer...")
     optimizer = build_optimizer(built.model, config.training)
-    for line in startup_table(built, layout, optimizer):
+    dtype = export_dtype(built.model, _source_of(config, built))
+    for line in startup_table(built, layout, optimizer, dtype):
         logger.info(line)
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
@@ -196,12 +203,25 @@ def _open_output_dir(config: Config) -> str:
     found = store.resolve(wanted) if wanted else None
     # A checkpoint of another run may begin this one, but not in a folder that holds a third.
     own = wanted == "latest" or (found is not None and found.resolve().parent == store.folder.resolve())
-    prepare_output_dir(output_dir, resuming=own, overwrite=training.overwrite_output_dir)
+    inputs = [Path(config.model.model_name_or_path), *_dataset_paths(config.data.dataset)]
+    prepare_output_dir(
+        output_dir,
+        resuming=own,
+        overwrite=training.overwrite_output_dir,
+        inputs=[p.expanduser() for p in inputs],
+    )
     if wanted == "latest" and found is None:
         logger.info(
             "resume_from_checkpoint: latest, but %s holds no checkpoint yet: starting at step 0", output_dir
         )
     return str(found or "")
+
+
+def _dataset_paths(dataset: Any) -> list[Path]:
+    if isinstance(dataset, dict):
+        dataset = dataset.get("file_name") or ()
+    names = [dataset] if isinstance(dataset, str) else list(dataset or ())
+    return [Path(name) for name in names]
 
 
 def _write_resolved(loaded: Loaded, group: ProcessGroup) -> None:
