@@ -40,3 +40,20 @@ def ranks() -> RankPool:
 def model_zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelZoo]:
     """``model_zoo.folder(family, dtype)``: tiny random Hugging Face model folders, see support/models.py."""
     yield ModelZoo(tmp_path_factory.mktemp("models"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The soak's table: cases and seconds of each test file."""
+    if not config.getoption("--soak"):
+        return
+    counts: dict[str, list[float]] = {}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if getattr(report, "when", "call") == "call" or outcome in ("error", "skipped"):
+                row = counts.setdefault(report.nodeid.split("::")[0], [0, 0, 0.0])
+                row[0 if outcome == "passed" else 1] += 1
+                row[2] += report.duration
+    terminalreporter.write_line("")
+    terminalreporter.write_line(f"{'soak':<52} {'passed':>7} {'not':>5} {'seconds':>8}")
+    for file, (passed, other, seconds) in sorted(counts.items()):
+        terminalreporter.write_line(f"{file:<52} {int(passed):>7} {int(other):>5} {seconds:>8.1f}")
