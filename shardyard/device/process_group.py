@@ -60,9 +60,7 @@ class ProcessGroup:
         self._store.set(f"shardyard/{key}", value)
 
     def wait(self, key: str) -> str:
-        """The value that another rank publishes under ``key``; a line tells every half minute that we
-        wait.
-        """
+        """The value that another rank publishes under ``key``; a line every half minute says that we wait."""
         name, started, told = f"shardyard/{key}", time.monotonic(), 0.0
         while not self._store.check([name]):
             waited = time.monotonic() - started
@@ -73,9 +71,7 @@ class ProcessGroup:
         return self._store.get(name).decode()
 
     def leave_together(self) -> None:
-        """Wait, for some seconds at most, until every rank is here: rank 0 may hold the store that others
-        still read.
-        """
+        """Wait some seconds at most until every rank is here: rank 0 may hold the store others still read."""
         self.publish(f"left/{self.rank}", "")
         names = [f"shardyard/left/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + _LEAVE_S

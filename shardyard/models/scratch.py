@@ -38,9 +38,7 @@ def initialise_from_seed(model: PreTrainedModel, seed: int, device: torch.device
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """(module, whole subtree?): each FSDP block as a whole, then the modules around them one by one,
-    children first.
-    """
+    """(module, whole subtree?): each FSDP block as a whole, then what is around them, children first."""
     inner = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     outermost = [m for m in inner if not any(m is not o and m in set(o.modules()) for o in inner)]
     yield from ((module, True) for module in outermost)
@@ -90,9 +88,7 @@ def _copy_slice(whole: torch.Tensor, parameter: DTensor) -> None:
 
 
 def _initialiser(model: PreTrainedModel, module: nn.Module, names: dict[nn.Module, str]) -> PreTrainedModel:
-    """The innermost sub-model that holds ``module``: composite models initialise each part by its own
-    rule.
-    """
+    """The innermost sub-model that holds ``module``: composite models have a rule for each part."""
     found, name = model, names[module]
     for candidate in model.modules():
         prefix = names[candidate]

@@ -1,6 +1,4 @@
-"""The start-up table, read from live tensors: what is stored, trained, computed, reduced and exported, and
-how much.
-"""
+"""The start-up table, read from live tensors: sizes, and dtypes from storage to export."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from shardyard.models.build import BuiltModel
 def startup_table(
     built: BuiltModel, layout: Layout, optimizer: torch.optim.Optimizer, export_dtype: torch.dtype
 ) -> Iterator[str]:
-    """Lines of the table. Bytes are this rank's, before the first step; the optimizer's are those of its two
-    moments.
-    """
+    """Lines of the table. Bytes are this rank's; the optimizer's are those of its two moments."""
     parameters = list(built.model.parameters())
     total = sum(p.numel() for p in parameters)
     trainable = [p for p in parameters if p.requires_grad]

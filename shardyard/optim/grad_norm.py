@@ -13,18 +13,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-def owned_square_sum(parameters: Iterable[torch.nn.Parameter], rank: int) -> torch.Tensor:
-    """fp64 []: the squares of the gradient elements that this rank answers for.
+def owned_square_sum(parameters: Iterable[torch.nn.Parameter], rank: int) -> float:
+    """The squares of the gradient elements that this rank answers for; one read-back from the device.
 
-    A shard belongs to the rank that holds it; of equal replicas the first one counts.
+    A shard belongs to the rank that holds it; of equal replicas the first one counts. Norms of tensors are
+    fp32 on the
+    device (not every device has fp64), their squares are added in fp64 here.
     """
-    total: torch.Tensor | None = None
-    for parameter in parameters:
-        if parameter.grad is None or not _answers_for(parameter.grad, rank):
-            continue
-        square = local(parameter.grad).float().square().sum(dtype=torch.float64)
-        total = square if total is None else total + square
-    return total if total is not None else torch.zeros((), dtype=torch.float64)
+    norms = [
+        torch.linalg.vector_norm(local(parameter.grad).float())
+        for parameter in parameters
+        if parameter.grad is not None and _answers_for(parameter.grad, rank)
+    ]
+    return float(torch.stack(norms).cpu().double().square().sum()) if norms else 0.0
 
 
 def _answers_for(grad: torch.Tensor, rank: int) -> bool:

@@ -32,9 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Precision:
-    """``compute`` is the dtype of forward and backward, ``reduce`` of gradient sums; storage is always
-    fp32.
-    """
+    """dtypes of forward and backward (``compute``) and of gradient sums; storage is always fp32."""
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -74,9 +72,7 @@ def apply_recompute(model: nn.Module, parallel: ParallelConfig) -> None:
 
 
 def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, device: Device) -> None:
-    """Shard each matched module on its own and what is left with the root; ignored modules stay whole on
-    every rank.
-    """
+    """Shard each matched module on its own, the rest with the root; ignored modules stay whole."""
     precision = Precision.of(parallel, device)
     # Offloaded parameters are pinned for the copy to an accelerator; pinning raises without one.
     offload = CPUOffloadPolicy(pin_memory=device.is_accelerator) if parallel.cpu_offload else OffloadPolicy()
@@ -99,9 +95,7 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
 
 
 def _fsdp_groups(model: nn.Module, parallel: ParallelConfig) -> list[list[nn.Module]]:
-    """One list per FSDP group. Modules that share a tied parameter share the group, so both see it
-    gathered.
-    """
+    """One list per FSDP group; modules that share a tied parameter share it, so both see it gathered."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -120,9 +114,7 @@ def _fsdp_groups(model: nn.Module, parallel: ParallelConfig) -> list[list[nn.Mod
 
 
 def _select_blocks(model: nn.Module, parallel: ParallelConfig, field: str) -> list[tuple[str, nn.Module]]:
-    """The modules of a pattern list. Its default fits most families; the others name their blocks
-    themselves.
-    """
+    """The modules of a pattern list; families that its default does not fit name their blocks themselves."""
     patterns = getattr(parallel, field)
     modules = dict(model.named_modules())
     default = type(parallel).model_fields[field].get_default(call_default_factory=True)

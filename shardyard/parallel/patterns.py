@@ -1,6 +1,4 @@
-"""The pattern language that names modules: `{*}` digits, `{a-b}` a range of digits, `*` any text, `?` one
-character.
-"""
+"""Patterns that name modules: `{*}` digits, `{a-b}` a range of them, `*` any text, `?` one character."""
 
 from __future__ import annotations
 

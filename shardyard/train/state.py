@@ -1,6 +1,4 @@
-"""What a run needs to go on, besides weights and optimizer: a few numbers, independent of the number of
-ranks.
-"""
+"""What a run needs to go on besides weights and optimizer: a few numbers, for any number of ranks."""
 
 from __future__ import annotations
 

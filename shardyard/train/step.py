@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,11 +82,9 @@ class TrainStep:
         """
         counts = self._agree(micro_batches)
         if counts.labelled == 0:
-            return StepResult(
-                0.0, 0.0, 0, counts.tokens, *self.device.peak_memory(), "no token in it has a label"
-            )
-        # The randomness of a step (dropout) follows from seed, step and rank: resuming needs no generator
-        # state.
+            memory = self.device.peak_memory()
+            return StepResult(math.nan, 0.0, 0, counts.tokens, *memory, "no token in it has a label")
+        # Dropout follows from seed, step and rank, so that resuming needs no generator state.
         self.device.seed(step_seed(self.seed, step, self.group.rank))
         losses = self._forward_backward(micro_batches, counts)
         result, faults = self._conclude(losses, counts)
@@ -95,7 +93,7 @@ class TrainStep:
             message = self._describe(faults, micro_batches, step)
             if self.on_nonfinite == "stop":
                 raise NonFiniteError(message)
-            return StepResult(**{**result.__dict__, "skipped": message})
+            return replace(result, skipped=message)
         clip_gradients(self.parameters, result.grad_norm, self.max_grad_norm)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
@@ -111,20 +109,19 @@ class TrainStep:
         return _Counts(int(rows[:, 0].sum()), int(rows[:, 1].sum()), tuple(forwards))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], counts: _Counts) -> list[torch.Tensor]:
-        """Loss sums, one per micro-batch. FSDP averages gradients over ``dp_size`` ranks, which the factor
-        undoes.
-        """
+        """Loss sums, one per micro-batch. The factor undoes FSDP's averaging over ``dp_size`` ranks."""
         factor = self.dp_size / counts.labelled
         losses = []
         last = len(micro_batches) - 1
         for index, (batch, forwards) in enumerate(zip(micro_batches, counts.forwards, strict=True)):
             parts = self._parts(batch, forwards)
-            losses.append(torch.zeros((), device=self.device.torch_device, dtype=torch.float64))
+            sums: list[torch.Tensor] = []
             for number, part in enumerate(parts):
                 self.model.set_requires_gradient_sync(index == last and number == len(parts) - 1)
                 loss = self.model(**part)
                 (loss * factor).backward()
-                losses[-1] += loss.detach()
+                sums.append(loss.detach())
+            losses.append(torch.stack(sums).sum())
         return losses
 
     def _parts(self, batch: MicroBatch, forwards: int) -> list[dict[str, Any]]:
@@ -156,10 +153,10 @@ class TrainStep:
         """Loss and norm over all ranks; and the ranks at fault -> their first bad micro-batch (None: the
         gradient).
         """
-        per_batch = torch.stack(losses).cpu()
+        per_batch = torch.stack(losses).cpu().double()  # the only wait for the device before the norm
         finite = torch.isfinite(per_batch)
         first_bad = -1 if bool(finite.all()) else int((~finite).int().argmax())
-        square = float(owned_square_sum(self.parameters, self.group.rank))
+        square = owned_square_sum(self.parameters, self.group.rank)
         rows = self.group.gather([float(per_batch.sum()), square, first_bad, *self.device.peak_memory()])
         # Ranks that share a batch (tensor parallel) would count it more than once; data parallel ranks are
         # all there is.
