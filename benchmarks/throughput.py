@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -98,24 +97,20 @@ class Turns:
 
 
 def run_shardyard(pipe: Connection, words: list[str]) -> None:
-    """The whole of ``shardyard.train.run``, with a monitor that takes turns."""
+    """The whole of ``shardyard.train.run``, observed step by step."""
     from shardyard.config import load_config
-    from shardyard.monitor import Monitor, StepRecord
+    from shardyard.monitor import StepRecord
+    from shardyard.train import run
 
     turns = Turns(pipe)
 
-    class TurnTaking(Monitor):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
+    def take_turns(record: StepRecord | None) -> None:
+        if record is None:
             turns.ready()
-
-        def record(self, record: StepRecord) -> None:
+        else:
             turns.report(record.tokens, record.loss)
 
-    # The run builds its own monitor; in this process that is the one that takes turns.
-    run_module: Any = import_module("shardyard.train.run")
-    run_module.Monitor = TurnTaking
-    run_module.run(load_config(words))
+    run(load_config(words), observe=take_turns)
 
 
 def run_transformers(pipe: Connection, words: list[str]) -> None:

@@ -34,13 +34,15 @@ from shardyard.optim import Schedule, build_optimizer
 from shardyard.parallel import Meshes, build_meshes
 from shardyard.train.state import RunState
 from shardyard.train.step import TrainStep
-from shardyard.train.trainer import Trainer
+from shardyard.train.trainer import Observer, Trainer
 
 logger = logging.getLogger("shardyard.train")
 
 
-def run(loaded: Loaded) -> int:
+def run(loaded: Loaded, *, observe: Observer | None = None) -> int:
     """Train as ``loaded.config`` says; 0 when the run is complete.
+
+    ``observe`` is called on each rank before the first step, with None, and after each step with its record.
 
     Raises:
         UserError: a mistake that the user can mend, on every rank that sees it.
@@ -49,7 +51,7 @@ def run(loaded: Loaded) -> int:
     device = detect_device()
     group = start_process_group(device)
     try:
-        _train(loaded, device, group)
+        _train(loaded, device, group, observe)
     except UserError:
         group.leave_together()
         raise
@@ -57,7 +59,7 @@ def run(loaded: Loaded) -> int:
     return 0
 
 
-def _train(loaded: Loaded, device: Device, group: ProcessGroup) -> None:
+def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observer | None) -> None:
     started = time.perf_counter()
     config = loaded.config
     layout = resolve_layout(config.parallel, group.world_size)
@@ -87,6 +89,7 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup) -> None:
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
     trainer = _assemble(config, data, built, optimizer, meshes, device, group, resume_from, tokenizer)
+    trainer.observe = observe
     state = trainer.train()
     if config.training.save_hf_weights:
         _export(config, built, tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from shardyard.monitor import Monitor, StepRecord
 from shardyard.optim import Schedule
 from shardyard.train.state import RunState
 from shardyard.train.step import StepResult, TrainStep
+
+Observer = Callable[[StepRecord | None], None]
 
 logger = logging.getLogger("shardyard.train")
 
@@ -36,6 +38,8 @@ class Trainer:
     state: RunState
     saved_at: int = 0
     """The step of the newest checkpoint of this run."""
+    observe: Observer | None = None
+    """Called with None before the first step and with the record of each step after it."""
 
     def train(self) -> RunState:
         """Run the updates that are left.
@@ -43,6 +47,7 @@ class Trainer:
         Raises:
             NonFiniteError: a loss or gradient is NaN or Inf and ``training.on_nonfinite`` is stop.
         """
+        self._tell(None)
         started = time.perf_counter()
         for batch in self.batches:
             number = self.state.step + 1
@@ -53,23 +58,27 @@ class Trainer:
             samples = batch.end - batch.start
             self.state = self.state.after(cursor=batch.end, samples=samples, tokens=result.num_tokens)
             elapsed = time.perf_counter() - started
-            self.monitor.record(self._record(batch, result, lr, elapsed))
+            record = self._record(batch, result, lr, elapsed)
+            self.monitor.record(record)
+            self._tell(record)
             if self._save_is_due(batch):
                 self.save()
-            started = (
-                time.perf_counter()
-            )  # the next step's time includes waiting for its batch, not this save
+            # The next step's time includes the wait for its batch, but not this save.
+            started = time.perf_counter()
         if self._saves_at_all and self.saved_at != self.state.step:
             self.save()
         return self.state
+
+    def _tell(self, record: StepRecord | None) -> None:
+        if self.observe is not None:
+            self.observe(record)
 
     def _run_step(self, batch: StepBatch, number: int, lr: float) -> StepResult:
         try:
             return self.step(batch.micro_batches, step=number, lr=lr)
         except Exception as error:
-            error.add_note(
-                f"in step {number}, samples {[list(b.sample_ids) for b in batch.micro_batches]} of this rank"
-            )
+            ids = [list(micro_batch.sample_ids) for micro_batch in batch.micro_batches]
+            error.add_note(f"in step {number}, samples {ids} of this rank")
             raise
 
     def save(self) -> Path:
