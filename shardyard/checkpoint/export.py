@@ -348,7 +348,7 @@ def _probe(model: Any, folder: Path, writer: _ShardWriter) -> None:
         raise UserError(f"plain transformers does not read the export as it was meant: {'; '.join(faults)}")
     ids = torch.arange(_PROBE_LENGTH)[None] % loaded.config.get_text_config().vocab_size
     with torch.no_grad():
-        logits = loaded(input_ids=ids).logits
+        logits = loaded(input_ids=ids, use_cache=False).logits
     if not torch.isfinite(logits).all():
         raise UserError("the exported model answers a fixed prompt with NaN or Inf")
 

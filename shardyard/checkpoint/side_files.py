@@ -31,15 +31,14 @@ def write_side_files(
 def _config_of(model: Any, dtype: torch.dtype, source_dir: Path | None = None) -> dict[str, Any]:
     """config.json without our traces; its dtype is that of the written tensors.
 
-    The source's own text where the model still is what it says: other loaders read keys that transformers
-    drops.
+    The source's own text where the model still is what it says: other loaders read keys that transformers drops.
     Code that the source names is not copied, so a model of transformers' own does not name it either.
     """
-    config = _without_traces(model.config.to_diff_dict())
+    config = _without_traces(_as_json(model.config))
     path = source_dir / "config.json" if source_dir else None
     if path is not None and path.is_file():
         source = json.loads(path.read_text(encoding="utf-8"))
-        if _without_traces(type(model.config).from_dict(dict(source)).to_diff_dict()) == config:
+        if _without_traces(_as_json(type(model.config).from_json_file(path))) == config:
             config = source
     config.pop("torch_dtype", None)
     if is_native(model):
@@ -47,6 +46,11 @@ def _config_of(model: Any, dtype: torch.dtype, source_dir: Path | None = None) -
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [_base_class(model).__name__]
     return config
+
+
+def _as_json(config: Any) -> dict[str, Any]:
+    """As transformers writes it: infinities have a form of their own."""
+    return json.loads(config.to_json_string(use_diff=True))
 
 
 def _without_traces(config: dict[str, Any]) -> dict[str, Any]:
