@@ -120,11 +120,6 @@ def test_a_template_without_any_header_trains_from_the_reply_on() -> None:
     assert trained_text(tokenizer, samples) == [["run</s>", "rest</s>"]]
 
 
-def test_a_reply_whose_first_letters_are_in_one_token_with_the_prompt_is_dropped() -> None:
-    _, outcome = encode(tiny.INSTRUCTION, talk("q1", "two"))  # " t" is one token
-    assert outcome == Dropped("the prompt's last token and the reply's first are one token", "f:1")
-
-
 def test_a_line_end_that_the_prompt_and_the_reply_share_in_one_token_is_left_to_the_prompt() -> None:
     tokenizer, samples = encode(tiny.CHATML, talk("q", "\nr"))
     assert trained_text(tokenizer, samples) == [["r<|im_end|>\n"]]
@@ -275,7 +270,6 @@ def test_the_padding_side_changes_nothing() -> None:
 
 
 WORDS = st.text(st.sampled_from("ab tin\n\r <|>é中\u2028😀"), min_size=1, max_size=12).filter(str.strip)
-ONE_TOKEN = "the prompt's last token and the reply's first are one token"
 
 
 def expected_stretches(template: str, replies: list[str]) -> list[list[str]]:
@@ -285,7 +279,8 @@ def expected_stretches(template: str, replies: list[str]) -> list[list[str]]:
     if template == tiny.ENDS_THE_LAST:
         return [[f"{reply}<|end|><|eot|>"] for reply in replies]
     if template == tiny.INSTRUCTION:
-        return [[f"{reply.strip()}</s>" for reply in replies]]
+        # " t" is one token, and the reply's
+        return [[" " * reply.strip().startswith("t") + f"{reply.strip()}</s>" for reply in replies]]
     return [[f"{reply}<|im_end|>\n" for reply in replies]]
 
 
@@ -293,10 +288,7 @@ def check_masks(template: str, pairs: list[tuple[str, str]]) -> None:
     tokenizer = byte_tokenizer(template)
     conversation = talk(*(text for pair in pairs for text in pair))
     samples = Encoder(tokenizer).encode(conversation)
-    if isinstance(samples, Dropped):
-        assert samples.reason == ONE_TOKEN
-        assert template == tiny.INSTRUCTION and any(r.strip().startswith("t") for _, r in pairs)
-        return
+    assert not isinstance(samples, Dropped)
     # the white space that a reply shares in one token with the prompt's line end is the prompt's
     expected = expected_stretches(template, [reply for _, reply in pairs])
     for found, wanted in zip(trained_text(tokenizer, samples), expected, strict=True):

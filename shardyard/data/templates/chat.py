@@ -160,7 +160,20 @@ class ChatTemplate:
                 "replies are trained in its place",
                 prompt[len(before) :],
             )
+        elif not ignores_request:
+            self._tell_joined_space(before, through)
         return terminator
+
+    def _tell_joined_space(self, before: str, through: str) -> None:
+        """Warn of a generation prompt with white space that no reply is trained to follow."""
+        space = before[len(before.rstrip()) :]
+        given = self._tokens.ids(before, {})
+        if space and self._tokens.ids(through, {})[: len(given)] != given:
+            _log.warning(
+                "the tokenizer's chat template ends a prompt with %r, which this tokenizer joins to a reply's first "
+                "word: replies are trained to begin with it; leave it out of prompts",
+                space,
+            )
 
 
 def _answered(conversation: Conversation, number: int, reply: str) -> Conversation:

@@ -32,6 +32,10 @@ class TextTokenizer:
         self._special = {token.content: token for token in added if token.special}
         names = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._special_ids = {tokenizer.convert_tokens_to_ids(name) for name in names} - {
+            tokenizer.unk_token_id
+        }
+        self._parts_add_up = not split_special_tokens or all(map(self._parts_text, names[:1]))
 
     def hide(self, conversation: Conversation) -> tuple[Conversation, Hidden]:
         """The conversation with the special tokens of its texts hidden, if they are to be split."""
@@ -50,13 +54,19 @@ class TextTokenizer:
         return _map_texts(conversation, swap), {character: token for token, character in stand_ins.items()}
 
     def ids(self, text: str, hidden: Hidden) -> list[int]:
-        """The ids of rendered text. Raises NotUsable for text that is not valid Unicode."""
+        """The ids of rendered text.
+
+        Raises:
+            NotUsable: text that is not valid Unicode, or special tokens in it that cannot be split.
+        """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise NotUsable("text that is not valid Unicode (half of a surrogate pair)") from None
         if not hidden:
             return self._plain(text)
+        if not self._parts_add_up:
+            raise NotUsable("special tokens in the text, which this tokenizer cannot split inside a template")
         if any(f"\\u{ord(character):04x}" in text.lower() for character in hidden):
             raise NotUsable("special tokens inside JSON that the chat template writes in ASCII")
         ids: list[int] = []
@@ -68,7 +78,7 @@ class TextTokenizer:
             piece = piece.rstrip() if token and token.lstrip else piece
             for character, spelled in hidden.items():
                 piece = piece.replace(character, spelled)
-            ids += self._plain(piece, split_special_tokens=True) if piece else []
+            ids += self._split_ids(piece) if piece else []
             if match and token:
                 ids.append(int(self._tokenizer.convert_tokens_to_ids(match.group())))
                 position, strip_left = match.end(), token.rstrip
@@ -77,15 +87,23 @@ class TextTokenizer:
     def boundary(self, before: str, through: str, through_ids: list[int], hidden: Hidden) -> int:
         """The index in ``through_ids`` at which the reply begins, ``before`` being all that stands before it.
 
-        A token that holds both the prompt's end and the reply's first white space (``\\n`` + ``\\n``) counts
-        as the prompt's. Raises NotUsable if it holds more of the reply than that.
+        A token may hold text of both. If what it holds of the reply is white space (``\\n`` + ``\\n``) it is
+        the prompt's. If what it holds of the prompt is white space (SentencePiece's ``▁Paris``) it is the
+        reply's, for that is the token that a model makes after the words of the prompt.
+
+        Raises:
+            NotUsable: the token holds words, marks or markup of both.
         """
         before_ids = self.ids(before, hidden)
         if through_ids[: len(before_ids)] == before_ids:
             return len(before_ids)
         pairs = enumerate(zip(before_ids, through_ids, strict=False))
         common = next((i for i, (a, b) in pairs if a != b), len(through_ids))
-        if self._tokenizer.is_fast and not hidden:
+        if not through[len(before) :][:1].isspace():
+            words_ids = self.ids(before.rstrip(), hidden)
+            if through_ids[: len(words_ids)] == words_ids:
+                return max(common, len(words_ids))
+        elif self._tokenizer.is_fast and not hidden:
             offsets = self._tokenizer(through, add_special_tokens=False, return_offsets_mapping=True)[
                 "offset_mapping"
             ]
@@ -95,6 +113,20 @@ class TextTokenizer:
             if start == common + 1 and not straddled.strip():
                 return start
         raise NotUsable("the prompt's last token and the reply's first are one token")
+
+    def _parts_text(self, token: str) -> bool:
+        """Whether text behind a special token has the ids that it has alone (SentencePiece may put a space
+        in front of a text's beginning only)."""
+        alone = self._plain("a")
+        return self._plain(f"a{token}a") == [*alone, self._tokenizer.convert_tokens_to_ids(token), *alone]
+
+    def _split_ids(self, text: str) -> list[int]:
+        """The ids of text in which special tokens are words as others are."""
+        ids = self._plain(text, split_special_tokens=True)
+        # a unigram model has them among its pieces, and finds them again
+        if self._special_ids.intersection(ids):
+            raise NotUsable("special tokens in the text, which this tokenizer's model does not split")
+        return ids
 
     def _plain(self, text: str, **options: bool) -> list[int]:
         options |= {"add_special_tokens": False, "return_attention_mask": False}
