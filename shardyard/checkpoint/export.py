@@ -29,6 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from shardyard.checkpoint.agreement import Peers
 from shardyard.checkpoint.side_files import is_native, write_side_files
+from shardyard.checkpoint.state import persistent_tensors
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.checkpoint")
@@ -96,13 +97,13 @@ def check_exportable(model: Any, *, source_dir: Path | None, tokenizer: Any) -> 
 
 def _rehearse(model: Any, source_dir: Path | None, tokenizer: Any) -> None:
     source = _Source.of(source_dir)
-    for name, tensor in _persistent(model).items():
+    for name, tensor in persistent_tensors(model).items():
         if tensor.dtype not in _DTYPES.values():
             raise UserError(f"{name} is {tensor.dtype}, which a safetensors file cannot hold")
     on_disk: dict[str, torch.Tensor] = {}
     for group in _groups(model):
         on_disk |= revert_weight_conversion(model, _on_meta(group))
-    whole = revert_weight_conversion(model, _on_meta(_persistent(model)))
+    whole = revert_weight_conversion(model, _on_meta(persistent_tensors(model)))
     if {name: t.shape for name, t in on_disk.items()} != {name: t.shape for name, t in whole.items()}:
         raise UserError(f"the layers of a {model.config.model_type} model cannot be turned back one by one")
     for name, tensor in on_disk.items():
@@ -214,20 +215,10 @@ def _fresh(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _persistent(model: Any) -> dict[str, torch.Tensor]:
-    """What the source's files hold: parameters, tied ones under their first name, and persistent buffers."""
-    tensors = dict(model.named_parameters())
-    for name, buffer in model.named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        if leaf not in model.get_submodule(owner)._non_persistent_buffers_set:
-            tensors[name] = buffer
-    return tensors
-
-
 def _groups(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors that one conversion may need together: a layer's, then the rest one by one."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in _persistent(model).items():
+    for name, tensor in persistent_tensors(model).items():
         match = _LAYER.match(name)
         layers.setdefault(match[1] if match else name, {})[name] = tensor
     yield from layers.values()

@@ -11,14 +11,19 @@ from torch.distributed.tensor import DTensor
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (tied ones once) and persistent buffers: ``model.<name>``."""
+def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model's files hold: parameters, tied ones under their first name, and persistent buffers."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
         owner, _, leaf = name.rpartition(".")
         if leaf not in model.get_submodule(owner)._non_persistent_buffers_set:
             named[name] = buffer
-    return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
+    return named
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The persistent tensors of the model: ``model.<name>``."""
+    return {f"model.{name}": tensor.detach() for name, tensor in persistent_tensors(model).items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -42,7 +47,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW the state that its first step would make, all zero, for a checkpoint to be read into."""
+    """Give AdamW the state that its first step would make, all zero, where it has none.
+
+    A checkpoint is read into it, and one is written with it: parameters that no gradient has reached yet are
+    then in every checkpoint, as a resumed run expects.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state[parameter]

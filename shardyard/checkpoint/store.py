@@ -76,7 +76,10 @@ class CheckpointStore:
         """
         path, temporary = self.folder / f"global_step_{step}", self.folder / f"{_TEMPORARY}{step}"
         what = f"saving checkpoint {path}"
-        tensors = model_tensors(model) | (optimizer_tensors(model, optimizer) if optimizer else {})
+        tensors = model_tensors(model)
+        if optimizer is not None:
+            prepare_optimizer(optimizer)  # parameters that have had no gradient have no state yet
+            tensors |= optimizer_tensors(model, optimizer)
         try:
             self.peers.first(what, lambda: self._make_way(temporary))
             self.peers.agree(what, lambda: temporary.mkdir(parents=True, exist_ok=True))  # per-node disks

@@ -450,3 +450,46 @@ def test_a_linked_output_dir_stays_a_link(tmp_path):
     moved = prepare_output_dir(tmp_path / "out", resuming=False, overwrite=True)
     assert moved is not None and moved.parent == tmp_path / "disk"
     assert (tmp_path / "out").is_symlink() and list((tmp_path / "out").iterdir()) == []
+
+
+def save_without_gradients(out, trained):
+    """One step that only ``trained`` parameters take part in."""
+    import torch
+
+    torch.manual_seed(0)
+    model, optimizer = uneven_model(1)
+    for name, parameter in model.named_parameters():
+        if name in trained:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    CheckpointStore(out, save_total_limit=None).save(2, model=model, optimizer=optimizer, run_state={})
+    return contents(model, optimizer)
+
+
+def resume_and_step(path):
+    import torch
+
+    model, optimizer = uneven_model(1)
+    store = CheckpointStore(path.parents[1], save_total_limit=None)
+    restored = store.load(path, model=model, optimizer=optimizer)
+    found = {name: value.copy() for name, value in contents(model, optimizer).items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return restored.has_optimizer, found, contents(model, optimizer)
+
+
+@pytest.mark.parametrize("trained", [(), ("0.weight", "0.bias")], ids=["none", "some"])
+def test_parameters_that_never_had_a_gradient_have_their_state_in_the_checkpoint(ranks, tmp_path, trained):
+    saved = ranks.run(1, save_without_gradients, tmp_path, trained)[0]
+    path = tmp_path / "checkpoints" / "global_step_2"
+    has_optimizer, found, after = ranks.run(1, resume_and_step, path)[0]
+    assert has_optimizer and len(found) == 3 + 2 + 3 * 3
+    assert found.keys() == saved.keys() and all(np.array_equal(found[key], saved[key]) for key in saved)
+    for name in ("0.weight", "0.bias", "1.weight"):
+        assert found[f"optimizer.{name}.step"] == (name in trained)
+        assert after[f"optimizer.{name}.step"] == 1 + (name in trained)
+        # The first update of AdamW with a gradient of 1 is lr, weight decay apart.
+        if name not in trained:
+            decayed = found[f"model.{name}"] * (1 - 1e-2 * 1e-2)
+            assert np.allclose(after[f"model.{name}"], decayed - 1e-2, atol=1e-6)
