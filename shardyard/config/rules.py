@@ -62,6 +62,7 @@ def apply_rules(checked: Checked) -> dict[str, Derived]:
     _check_data(checked)
     _check_run(checked)
     _check_operators(checked)
+    _warn_of_long_warmup(checked)
     _warn_without_effect(checked)
     return _derive(checked)
 
@@ -237,7 +238,24 @@ _NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = 
 """(condition, the condition in words, settings that then do nothing)."""
 
 
+def _warn_of_long_warmup(checked: Checked) -> None:
+    training = checked.config.training
+    warmup, updates = training.warmup_steps, training.max_steps
+    if warmup is None or not 0 < updates <= warmup:
+        return
+    outcome = (
+        f"the rate only reaches {updates}/{warmup} of training.lr"
+        if warmup > updates
+        else "the rate reaches training.lr in the last update only"
+    )
+    checked.warn(
+        "training.warmup_steps", f"{warmup} with training.max_steps {updates}: {outcome}; lower warmup_steps"
+    )
+
+
 def _warn_without_effect(checked: Checked) -> None:
+    if not checked.config.data.ignore_pad_token_for_loss:
+        checked.warn("data.ignore_pad_token_for_loss", "false has no effect: batches hold no padding tokens")
     for holds, reason, paths in _NO_EFFECT:
         for path in paths if holds(checked.config) else ():
             if checked.changed(path):

@@ -153,6 +153,10 @@ def _warnings(tmp_path: Path, text: str) -> list[str]:
             "optimization: {chunk_loss_size: 1024}",
             "optimization.chunk_loss_size: uses the plain path until the speed",
         ),
+        (
+            "data: {ignore_pad_token_for_loss: false}",
+            "data.ignore_pad_token_for_loss: false has no effect: batches hold no padding",
+        ),
     ],
 )
 def test_settings_without_effect_warn_once(tmp_path: Path, text: str, warning: str) -> None:
@@ -191,6 +195,37 @@ def test_warmup_steps_turn_the_default_ratio_off(tmp_path: Path) -> None:
     loaded = load(tmp_path, "training: {warmup_steps: 5}")
     assert (loaded.config.training.warmup_steps, loaded.config.training.warmup_ratio) == (5, 0.0)
     assert str(loaded.origins["training.warmup_ratio"]) == "follows training.warmup_steps"
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        (
+            "{warmup_steps: 100, max_steps: 3}",
+            "100 with training.max_steps 3: the rate only reaches 3/100 of training.lr",
+        ),
+        (
+            "{warmup_steps: 3, max_steps: 3}",
+            "3 with training.max_steps 3: the rate reaches training.lr in the last update only",
+        ),
+    ],
+)
+def test_a_warmup_as_long_as_the_run_warns(tmp_path: Path, text: str, outcome: str) -> None:
+    warning = f"training.warmup_steps: {outcome}; lower warmup_steps"
+    assert _warnings(tmp_path, f"training: {text}") == [warning]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{warmup_steps: 2, max_steps: 3}",
+        "{warmup_steps: 0, max_steps: 3}",
+        "{warmup_steps: 100}",
+        "{max_steps: 3}",
+    ],
+)
+def test_a_warmup_that_ends_before_the_run_says_nothing(tmp_path: Path, text: str) -> None:
+    assert _warnings(tmp_path, f"training: {text}") == []
 
 
 @pytest.mark.parametrize("key", ["use_sparse_flash_attn", "use_ascend_mhc", "use_triton_swiglu_limit"])

@@ -170,8 +170,8 @@ class ChatTemplate:
         given = self._tokens.ids(before, {})
         if space and self._tokens.ids(through, {})[: len(given)] != given:
             _log.warning(
-                "the tokenizer's chat template ends a prompt with %r, which this tokenizer joins to a reply's first "
-                "word: replies are trained to begin with it; leave it out of prompts",
+                "the tokenizer's chat template ends a prompt with %r, which this tokenizer joins to "
+                "a reply's first word: replies are trained to begin with it; leave it out of prompts",
                 space,
             )
 
