@@ -128,3 +128,16 @@ def test_a_generation_prompt_whose_space_joins_the_reply_is_told(caplog: pytest.
     with caplog.at_level(logging.WARNING, "shardyard.data"):
         Encoder(piece_tokenizer(tiny.INSTRUCTION, marker=True))
     assert caplog.text == ""
+
+
+CLOSES_THE_THOUGHT = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}</think>{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+"""Its generation prompt opens a thought where its replies begin with the close of one."""
+
+
+def test_two_marks_that_begin_alike_are_not_cut_where_they_part() -> None:
+    tokenizer = byte_tokenizer(CLOSES_THE_THOUGHT)
+    (sample,) = Encoder(tokenizer).encode(talk("q", "r"))  # type: ignore[misc]
+    assert trained_pieces(tokenizer, sample) == [["</think>", "r", "<|end|>"]]

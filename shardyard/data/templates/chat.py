@@ -18,6 +18,7 @@ in the very context that the model will meet.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any, Literal
 
 from shardyard.data.dropped import NotUsable
@@ -28,6 +29,8 @@ from shardyard.data.types import Conversation, Message
 from shardyard.errors import UserError
 
 _log = logging.getLogger("shardyard.data")
+
+_OPEN_MARK = re.compile(r"<[^<>\s]*$")
 
 _PROBES = ("Aye", "Nay")
 """Two replies that part at their first character."""
@@ -119,7 +122,8 @@ class ChatTemplate:
         if header.startswith(given):
             if header.startswith(before):
                 return header
-            shared = common_prefix(header, before)
+            # a mark that both only begin alike (<think>, </think>) is shared by neither
+            shared = _OPEN_MARK.sub("", common_prefix(header, before))
             if len(shared) > len(given):
                 return shared
         raise NotUsable("the chat template rewrites the prompt when a reply follows it")
