@@ -24,10 +24,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.read_back import check_reads_back, probe
 from shardyard.checkpoint.side_files import is_native, write_side_files
 from shardyard.checkpoint.state import persistent_tensors
 from shardyard.errors import UserError
@@ -46,7 +46,6 @@ _DTYPES = {
 _PLAIN_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _PROBED_UP_TO = 2 * 10**9
 """Bytes in fp32 up to which an export is loaded again by plain transformers and answers a fixed prompt."""
-_PROBE_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,8 @@ def _rehearse(model: Any, source_dir: Path | None, tokenizer: Any) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         write_side_files(model, Path(folder), source_dir, tokenizer, torch.float32)
+        if is_native(model):
+            check_reads_back(model, Path(folder))
 
 
 def _on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -159,6 +160,7 @@ def export_hf(
     tokenizer: Any,
     save_dtype: torch.dtype | None = None,
     shard_bytes: float = 5e9,
+    chat_template: str | None = None,
 ) -> ExportReport:
     """Write the model into ``out_dir``; every rank calls it, rank 0 writes.
 
@@ -166,6 +168,9 @@ def export_hf(
     source lacks has the dtype that most of the source has, and without a source that of the config (buffers
     stay as they are). Files take their final names only when all are written, opened again and compared, and,
     for a model that is not too large, loaded by plain transformers to answer a fixed prompt.
+
+    ``chat_template`` (jinja) is written for a tokenizer that has none. The tokenizer's eos id joins the stop
+    ids of generation_config.json, as the end of the turns that were trained.
 
     Raises:
         UserError: the folder cannot be written, or what was written differs from the model.
@@ -191,7 +196,18 @@ def export_hf(
         for group in _groups(model):
             tensors = _gather(group, keep=peers.is_first)
             peers.first(what, lambda tensors=tensors: write(tensors))
-        return peers.first(what, lambda: _finish(model, writer, out_dir, source_dir, tokenizer, main_dtype))
+
+        def finish() -> ExportReport:
+            ready = writer.assemble()
+            write_side_files(model, ready, source_dir, tokenizer, main_dtype, chat_template)
+            if writer.elements * 4 <= _PROBED_UP_TO and is_native(model):
+                probe(ready)
+            _move_in_place(ready, out_dir, writer.names)
+            return ExportReport(out_dir, tuple(writer.names), len(writer.expected), writer.size)
+
+        # A shard at a time: peers wait in a collective, which gives up after half an hour.
+        peers.first(what, writer.flush)
+        return peers.first(what, finish)
     finally:
         if peers.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -237,13 +253,28 @@ def _gather(group: dict[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Te
 
 
 class _ShardWriter:
-    """Collects tensors and writes a file whenever ``shard_bytes`` would be passed."""
+    """Collects tensors, writes a file whenever ``shard_bytes`` would be passed, and reads it again."""
 
     def __init__(self, folder: Path, shard_bytes: float) -> None:
         self.folder, self.limit = folder, shard_bytes
         self.expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.files: list[dict[str, int]] = []
         self._pending: dict[str, torch.Tensor] = {}
+
+    @property
+    def names(self) -> list[str]:
+        count = len(self.files)
+        if count == 1:
+            return [WEIGHTS]
+        return [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+
+    @property
+    def size(self) -> int:
+        return sum(sum(file.values()) for file in self.files)
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for shape, _ in self.expected.values())
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         pending = sum(t.nbytes for t in self._pending.values())
@@ -253,13 +284,10 @@ class _ShardWriter:
         self._pending[name] = tensor.contiguous().clone()
         self.expected[name] = (tuple(tensor.shape), tensor.dtype)
 
-    def path(self, number: int) -> Path:
-        return self.folder / f"shard-{number:05d}.safetensors"
-
     def flush(self) -> None:
         if not self._pending:
             return
-        path = self.path(len(self.files))
+        path = self._path(len(self.files))
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
         except SafetensorError as error:  # it wraps the operating system's errors in its own
@@ -267,36 +295,22 @@ class _ShardWriter:
         _sync(path)
         self.files.append({name: tensor.nbytes for name, tensor in self._pending.items()})
         self._pending = {}
+        _compare(path, {name: self.expected[name] for name in self.files[-1]})
 
+    def assemble(self) -> Path:
+        """The folder in which the files have their final names, with an index if there are several."""
+        ready = self.folder / "ready"
+        ready.mkdir()
+        for number, name in enumerate(self.names):
+            self._path(number).replace(ready / name)
+        if len(self.files) > 1:
+            weight_map = {name: self.names[n] for n, file in enumerate(self.files) for name in file}
+            index = {"metadata": {"total_size": self.size}, "weight_map": dict(sorted(weight_map.items()))}
+            (ready / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        return ready
 
-def _finish(
-    model: Any,
-    writer: _ShardWriter,
-    out_dir: Path,
-    source_dir: Path | None,
-    tokenizer: Any,
-    dtype: torch.dtype,
-) -> ExportReport:
-    writer.flush()
-    count = len(writer.files)
-    names = (
-        [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [WEIGHTS]
-    )
-    for number in range(count):
-        _compare(writer.path(number), {name: writer.expected[name] for name in writer.files[number]})
-    size = sum(sum(file.values()) for file in writer.files)
-    ready = writer.folder / "ready"
-    ready.mkdir()
-    write_side_files(model, ready, source_dir, tokenizer, dtype)
-    for number, name in enumerate(names):
-        writer.path(number).replace(ready / name)
-    if count > 1:
-        weight_map = {name: names[n] for n, file in enumerate(writer.files) for name in file}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        (ready / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    _probe(model, ready, writer)
-    _move_in_place(ready, out_dir, names)
-    return ExportReport(out_dir, tuple(names), len(writer.expected), size)
+    def _path(self, number: int) -> Path:
+        return self.folder / f"shard-{number:05d}.safetensors"
 
 
 def _move_in_place(ready: Path, out_dir: Path, names: list[str]) -> None:
@@ -321,41 +335,17 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _probe(model: Any, folder: Path, writer: _ShardWriter) -> None:
-    """Load the export as a user will, by plain transformers, and let it answer."""
-    elements = sum(math.prod(shape) for shape, _ in writer.expected.values())
-    if elements * 4 > _PROBED_UP_TO or not is_native(model):
-        return
-    both: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
-    )
-    loaded, info = both
-    faults = [
-        f"{what}: {info[what]}"
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if info[what]
-    ]
-    if faults:
-        raise UserError(f"plain transformers does not read the export as it was meant: {'; '.join(faults)}")
-    ids = torch.arange(_PROBE_LENGTH)[None] % loaded.config.get_text_config().vocab_size
-    with torch.no_grad():
-        logits = loaded(input_ids=ids, use_cache=False).logits
-    if not torch.isfinite(logits).all():
-        raise UserError("the exported model answers a fixed prompt with NaN or Inf")
-
-
 def _compare(path: Path, expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     """Open a written file again: names, shapes, dtypes as expected, and no NaN or Inf."""
     with safe_open(path, framework="pt") as file:
-        found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    if found.keys() != expected.keys():
-        raise UserError(f"{path} does not hold the tensors that were written to it")
-    for name, tensor in found.items():
-        if (tuple(tensor.shape), tensor.dtype) != expected[name]:
-            raise UserError(
-                f"{path}: {name} came back as {tuple(tensor.shape)} {tensor.dtype}, not {expected[name]}"
-            )
-        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
-            raise UserError(
-                f"the trained weight {name} holds NaN or Inf in {tensor.dtype}; it is not exported"
-            )
+        if set(file.keys()) != expected.keys():
+            raise UserError(f"{path} does not hold the tensors that were written to it")
+        for name, wanted in expected.items():
+            tensor = file.get_tensor(name)
+            found = (tuple(tensor.shape), tensor.dtype)
+            if found != wanted:
+                raise UserError(f"{path}: {name} came back as {found[0]} {found[1]}, not {wanted}")
+            if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+                raise UserError(
+                    f"the trained weight {name} holds NaN or Inf in {tensor.dtype}; it is not exported"
+                )

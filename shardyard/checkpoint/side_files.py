@@ -12,27 +12,57 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def write_side_files(
-    model: Any, folder: Path, source_dir: Path | None, tokenizer: Any, dtype: torch.dtype
+    model: Any,
+    folder: Path,
+    source_dir: Path | None,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    chat_template: str | None = None,
 ) -> None:
-    """config.json, the tokenizer with its template, generation_config.json."""
+    """config.json, the tokenizer with its template (else ``chat_template``), generation_config.json."""
     config = json.dumps(_config_of(model, dtype, source_dir), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(config + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    generation = source_dir / "generation_config.json" if source_dir else None
-    if generation and generation.is_file():
-        # As it is: transformers would refuse to save one whose options contradict each other.
-        shutil.copyfile(generation, folder / generation.name)
+        if chat_template is not None and not tokenizer.chat_template:
+            # As save_pretrained would write it, without touching the live tokenizer.
+            (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    _write_generation_config(model, folder, source_dir, tokenizer)
+
+
+def _write_generation_config(model: Any, folder: Path, source_dir: Path | None, tokenizer: Any) -> None:
+    """The source's own, with the token that ends a turn among its stop ids: training may have set another."""
+    source = source_dir / "generation_config.json" if source_dir else None
+    if source and source.is_file():
+        text = source.read_text(encoding="utf-8")  # transformers would refuse options that contradict
     elif getattr(model, "generation_config", None) is not None:
-        text = json.dumps(model.generation_config.to_diff_dict(), indent=2, default=str)
-        (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(model.generation_config.to_diff_dict(), indent=2, default=str) + "\n"
+    else:
+        return
+    options = json.loads(text)
+    stop_ids = _as_list(options.get("eos_token_id", getattr(model.config, "eos_token_id", None)))
+    trained = getattr(tokenizer, "eos_token_id", None)
+    path = folder / "generation_config.json"
+    if trained is not None and trained not in stop_ids:
+        options["eos_token_id"] = [*stop_ids, trained]
+        path.write_text(json.dumps(options, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    elif source and source.is_file():
+        shutil.copyfile(source, path)
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
+def _as_list(ids: Any) -> list[int]:
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 def _config_of(model: Any, dtype: torch.dtype, source_dir: Path | None = None) -> dict[str, Any]:
     """config.json without our traces; its dtype is that of the written tensors.
 
-    The source's own text where the model still is what it says: other loaders read keys that transformers drops.
-    Code that the source names is not copied, so a model of transformers' own does not name it either.
+    The source's own text where the model still is what it says: other loaders read keys that transformers
+    drops. Code that the source names is not copied, so a model of transformers' own does not name it either.
     """
     config = _without_traces(_as_json(model.config))
     path = source_dir / "config.json" if source_dir else None

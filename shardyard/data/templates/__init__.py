@@ -2,5 +2,6 @@
 
 from shardyard.data.templates.base import Template, Turn
 from shardyard.data.templates.build import build_template
+from shardyard.data.templates.jinja import chat_template_of
 
-__all__ = ["Template", "Turn", "build_template"]
+__all__ = ["Template", "Turn", "build_template", "chat_template_of"]

@@ -25,11 +25,11 @@ from shardyard.data.types import Conversation, Message, ToolCall
 MARKERS = ("<|im_start|>", "<|im_end|>")
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
-_TOOLS_BEFORE = (
+TOOLS_BEFORE = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
 )
-_TOOLS_AFTER = (
+TOOLS_AFTER = (
     "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
     "<tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
@@ -81,9 +81,7 @@ class Qwen3Template:
     def _system(self, conversation: Conversation) -> str:
         system = conversation.system or self._default_system or ""
         if conversation.tools:
-            system += (
-                _TOOLS_BEFORE + "".join(f"\n{_json(tool)}" for tool in conversation.tools) + _TOOLS_AFTER
-            )
+            system += TOOLS_BEFORE + "".join(f"\n{_json(tool)}" for tool in conversation.tools) + TOOLS_AFTER
         return f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
 
     def _reply(self, turn: Message) -> tuple[str, str]:
