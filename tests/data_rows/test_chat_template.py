@@ -141,6 +141,48 @@ def test_a_thought_that_only_the_generation_prompt_opens_is_left_out_and_told(
     assert "ends a prompt with '<think>\\n'" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("template", "lost"), [(tiny.CHATML, True), (tiny.OPENS_A_THOUGHT, True), (tiny.QWEN3_LIKE, False)]
+)
+def test_thoughts_that_a_template_leaves_out_are_told_once(
+    template: str, lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = (Message("user", "q"), Message("assistant", "r", "why"))
+    encoder = Encoder(byte_tokenizer(template))
+    with caplog.at_level(logging.WARNING, "shardyard.data"):
+        for conversation in (talk("q", "r"), Conversation(turns, where="f:2"), Conversation(turns)):
+            assert not isinstance(encoder.encode(conversation), Dropped)
+    assert caplog.text.count("leaves out thoughts that rows hold, f:2 the first") == int(lost)
+
+
+def test_thoughts_inside_the_text_are_told_too_unless_thinking_is_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    conversation = talk("q1", "<think>a</think>r1", "q2", "<think>\nb\n</think>\n\nr2")
+    with caplog.at_level(logging.WARNING, "shardyard.data"):
+        for template in (tiny.CHATML, tiny.QWEN3_LIKE):
+            Encoder(byte_tokenizer(template)).encode(conversation)
+        Encoder(byte_tokenizer(tiny.OPENS_A_THOUGHT), enable_thinking=False).encode(conversation)
+        assert "leaves out thoughts" not in caplog.text
+        Encoder(byte_tokenizer(tiny.OPENS_A_THOUGHT)).encode(conversation)
+    assert caplog.text.count("leaves out thoughts") == 1
+
+
+def test_a_thought_in_the_text_is_dropped_where_the_template_writes_a_second_one_before_it() -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+        "<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    _, outcome = encode(template, talk("q", "<think>a</think>r"))
+    assert isinstance(outcome, Dropped) and "as reasoning_content" in outcome.reason
+    apart = Conversation((Message("user", "q"), Message("assistant", "r", "a")))
+    tokenizer, samples = encode(template, apart)
+    assert trained_text(tokenizer, samples) == [["<think>a</think>r<|end|>"]]
+    tokenizer, samples = encode(template, talk("q", "r"))
+    assert trained_text(tokenizer, samples) == [["<think></think>r<|end|>"]]
+
+
 def test_a_template_without_end_of_turn_trains_the_replies_and_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -130,6 +130,23 @@ def test_a_generation_prompt_whose_space_joins_the_reply_is_told(caplog: pytest.
     assert caplog.text == ""
 
 
+OPENS_AND_CLOSES = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think>\n\n</think>{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+"""Its generation prompt ends inside the line ends of an empty thought."""
+
+
+def test_line_ends_shared_with_a_reply_are_not_told_as_a_joined_space(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = byte_tokenizer(OPENS_AND_CLOSES)
+    with caplog.at_level(logging.WARNING, "shardyard.data"):
+        (sample,) = Encoder(tokenizer).encode(talk("q", "r"))  # type: ignore[misc]
+    assert trained_pieces(tokenizer, sample) == [["</think>", "r", "<|end|>"]]
+    assert caplog.text == ""
+
+
 CLOSES_THE_THOUGHT = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}</think>{% endif %}"
     "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"

@@ -22,7 +22,7 @@ import re
 from typing import Any, Literal
 
 from shardyard.data.dropped import NotUsable
-from shardyard.data.templates.base import Turn, common_prefix, without_thoughts
+from shardyard.data.templates.base import THOUGHT, Turn, common_prefix, without_thoughts
 from shardyard.data.templates.render import Renderer
 from shardyard.data.templates.tokens import TextTokenizer
 from shardyard.data.types import Conversation, Message
@@ -58,6 +58,7 @@ class ChatTemplate:
         self._drop_thoughts = enable_thinking is False
         self._default_system = default_system
         self._renderer = Renderer(tokenizer, enable_thinking)
+        self._told_lost_thought = False
         try:
             self._terminator = self._probe_replies()
         except NotUsable as error:
@@ -77,6 +78,7 @@ class ChatTemplate:
                 continue
             before, through = self._reply_bounds(conversation, number)
             self._check_reply(turn, through[len(before) :])
+            self._tell_lost_thought(turn, through[len(before) :], conversation.where)
             through_ids = self._tokens.ids(through, hidden)
             start = self._tokens.boundary(before, through, through_ids, hidden)
             shared = len(ids)
@@ -132,10 +134,28 @@ class ChatTemplate:
         """Raise NotUsable unless ``reply`` holds what the row says and ends as replies end."""
         if turn.content.rpartition("</think>")[2].strip() not in reply:
             raise NotUsable("the chat template does not write the reply as the row has it")
+        if THOUGHT.search(turn.content) and reply.count("</think>") > turn.content.count("</think>"):
+            raise NotUsable(
+                "the chat template writes a thought of its own before the reply's; "
+                "it wants thoughts apart, as reasoning_content"
+            )
         if not all(call.name in reply for call in turn.tool_calls):
             raise NotUsable("the chat template does not write function calls")
         if not turn.tool_calls and not reply.endswith(self._terminator):
             raise NotUsable("the chat template ends this reply in another way than others")
+
+    def _tell_lost_thought(self, turn: Message, reply: str, where: str) -> None:
+        """Warn, once in this process, of a template that leaves out the thought of the reply it ends with."""
+        inline = THOUGHT.search(turn.content)
+        thought = turn.reasoning or (inline[0] if inline else "")
+        thought = thought.removeprefix("<think>").removesuffix("</think>").strip()
+        if not self._told_lost_thought and thought not in reply:
+            self._told_lost_thought = True
+            _log.warning(
+                "the tokenizer's chat template leaves out thoughts that rows hold, %s the first: such "
+                "replies are trained without them",
+                where,
+            )
 
     def _probe_replies(self) -> str:
         """What the template writes after a reply; tells of what a user should know about it."""
@@ -171,8 +191,10 @@ class ChatTemplate:
     def _tell_joined_space(self, before: str, through: str) -> None:
         """Warn of a generation prompt with white space that no reply is trained to follow."""
         space = before[len(before.rstrip()) :]
+        if not space or through[len(before)].isspace():
+            return
         given = self._tokens.ids(before, {})
-        if space and self._tokens.ids(through, {})[: len(given)] != given:
+        if self._tokens.ids(through, {})[: len(given)] != given:
             _log.warning(
                 "the tokenizer's chat template ends a prompt with %r, which this tokenizer joins to "
                 "a reply's first word: replies are trained to begin with it; leave it out of prompts",
