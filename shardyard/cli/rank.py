@@ -39,8 +39,9 @@ _LOST_CONTACT_WORDS = (
 def run_rank(argv: Sequence[str]) -> int:
     """Train in this process as one rank; ``argv`` is the YAML and the overrides.
 
-    Returns 0 when the run is complete. In any other case the process ends here: with exit code 2 for the
-    user's mistake, 130 for Ctrl-C and 1 for everything else.
+    The process ends here: with exit code 0 when the run is complete, 2 for the user's mistake, 130 for
+    Ctrl-C and 1
+    for everything else.
     """
     return guard(lambda: _train(argv))
 
@@ -50,7 +51,9 @@ def guard(work: Callable[[], int]) -> int:
     faulthandler.enable()
     _end_with_launcher()
     try:
-        return work()
+        code = work()
+        # Done: the interpreter's own tear-down now and then aborts in a thread of a destroyed process group.
+        _leave(code, "")
     except UserError as error:
         _leave(_EXIT_USER_ERROR, *_user_error(error))
     except KeyboardInterrupt:

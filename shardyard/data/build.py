@@ -214,9 +214,7 @@ def _expected_rows(
             if file.suffix in (".jsonl", ".txt"):
                 rows += facts[file].newlines
             elif file.suffix == ".parquet":
-                import pyarrow.parquet
-
-                rows += pyarrow.parquet.read_metadata(file).num_rows
+                rows += sources.parquet_rows(file)
             else:
                 return None
         if entry.num_samples is not None:

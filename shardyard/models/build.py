@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import logging
 from collections.abc import Sequence
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from shardyard.config import ModelConfig
+from shardyard.device import Device
 from shardyard.errors import UserError
 from shardyard.models import packing
 from shardyard.models.causal_lm import Placement, base_class, trainable_class
@@ -52,9 +55,12 @@ def build_model(
     """
     transformers_logging.disable_progress_bar()  # one bar a rank would run through each other
     stated_dtype = getattr(config, "dtype", None)
-    base = base_class(config, str(source), trust_remote_code=model_config.trust_remote_code)
+    base, config = base_class(config, str(source), trust_remote_code=model_config.trust_remote_code)
     refused = packing.refusal(config)
     attention = model_config.attn_implementation or (None if refused else DOCUMENTS_ATTENTION)
+    _check_attention(model_config.attn_implementation, placement.device)
+    if model_config.config_overrides or model_config.attn_implementation:
+        _rehearse(base, config, attention)
     cls = trainable_class(base, placement)
     if model_config.train_from_scratch:
         model = _from_seed(cls, config, attention, placement, seed)
@@ -71,6 +77,34 @@ def build_model(
     precision = Precision.of(placement.parallel, placement.device)
     unpacked = refused or _self_test(model, config, precision, device)
     return BuiltModel(model, config, source, precision, unpacked)
+
+
+def _check_attention(name: str | None, device: Device) -> None:
+    if name is None:
+        return
+    known = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
+    if name not in known:
+        raise UserError(
+            f"model.attn_implementation: {name!r} is unknown; transformers has {', '.join(known)}"
+        )
+    if name == "flex_attention" and not device.is_accelerator:
+        raise UserError("model.attn_implementation: flex_attention has no backward pass on a CPU; use sdpa")
+
+
+def _rehearse(base: type[PreTrainedModel], config: Any, attention: str | None) -> None:
+    """What the user changed may be something that the family's code cannot build; found without weights."""
+    try:
+        with torch.device("meta"):
+            base._from_config(copy.deepcopy(config), attn_implementation=attention)
+    except Exception as error:
+        raise UserError(
+            "model.config_overrides, model.attn_implementation: the model cannot be built with these: "
+            f"{type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _from_seed(
@@ -91,8 +125,8 @@ def _from_weights(
     if not has_weights(source):
         raise UserError(
             f"model.model_name_or_path: {source} holds no weights (*.safetensors). To start from random "
-            f"weights set "
-            "model.train_from_scratch: true."
+            f"weights "
+            "set model.train_from_scratch: true."
         )
     extra = {"attn_implementation": attention} if attention else {}
     try:
@@ -138,7 +172,7 @@ def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
 def _freeze(model: Any, patterns: Sequence[str]) -> None:
     """Stop the training of parameters whose name, or whose module's name, a pattern matches."""
     unused = set(patterns)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one under both names
         prefixes = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
         for pattern in patterns:
             if any(matches(pattern, prefix) or fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes):

@@ -104,28 +104,42 @@ def _keeps_logits(cls: type) -> bool:
     return "logits_to_keep" in inspect.signature(family.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def base_class(config: PreTrainedConfig, source: str, *, trust_remote_code: bool) -> type[PreTrainedModel]:
-    """The class that AutoModelForCausalLM would make.
+def base_class(
+    config: PreTrainedConfig, source: str, *, trust_remote_code: bool
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class that AutoModelForCausalLM would make, and the config it takes.
 
     Raises:
-        UserError: transformers carries no causal language model of this type.
+        UserError: transformers carries no causal language model of this type, or it is more than one of text.
     """
     auto_map = getattr(config, "auto_map", None) or {}
     if trust_remote_code and "AutoModelForCausalLM" in auto_map:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], source)
+        return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], source), config
     mapping = AutoModelForCausalLM._model_mapping
+    named = f"model.model_name_or_path: {source} is a {config.model_type!r} model"
     if type(config) not in mapping:
-        raise UserError(
-            f"model.model_name_or_path: {source} is a {config.model_type!r} model, and transformers has no "
-            f"causal "
-            "language model of that type"
-        )
+        raise UserError(f"{named}, and transformers has no causal language model of that type")
     found: Any = mapping[type(config)]
     candidates = found if isinstance(found, tuple) else (found,)
-    named = [cls for cls in candidates if cls.__name__ in (config.architectures or [])]
-    return (named or candidates)[0]
+    by_name = [cls for cls in candidates if cls.__name__ in (config.architectures or [])]
+    cls = (by_name or candidates)[0]
+    if cls.config_class is config.sub_configs.get("text_config"):  # the text part of a model of several media
+        config = config.get_text_config()
+    if config.sub_configs.keys() & {"vision_config", "audio_config"}:
+        raise UserError(f"{named}, which reads more than text; such models are not trained here")
+    if getattr(config, "is_decoder", None) is False and not _is_causal(cls):
+        raise UserError(
+            f"{named}, an encoder; set model.config_overrides: {{is_decoder: true}} to make it causal"
+        )
+    return cls, config
+
+
+def _is_causal(cls: type) -> bool:
+    """Encoders that transformers also offers as causal models share their module with a masked one."""
+    module = inspect.getmodule(cls)
+    return not any(name.endswith("ForMaskedLM") for name in vars(module or cls))
 
 
 def trainable_class(base: type[PreTrainedModel], placement: Placement) -> type[PreTrainedModel]:

@@ -1,10 +1,10 @@
 """May the documents of a micro-batch share one forward of this architecture?
 
-Some architectures leak from one document to the next whatever the attention does (linear attention,
-convolutions,
-alibi ...). So two conditions must hold: the family is on the list that was measured, and a self-test at
-start finds two
-packed documents equal to each alone.
+Some architectures leak from one document to the next whatever the attention does (linear attention, alibi
+...).
+So two conditions must hold: the family is on the list that was measured, and a self-test at start finds two
+packed
+documents equal to each alone.
 """
 
 from __future__ import annotations
@@ -16,27 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 
 # Measured packed against alone, with the documents attention: difference below 1e-5.
 MEASURED = frozenset(
-    [
-        "cohere2",
-        "deepseek_v3",
-        "falcon",
-        "gemma3_text",
-        "glm4",
-        "glm4_moe",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-        "starcoder2",
-    ]
+    "cohere2 deepseek_v3 gemma3_text glm4 glm4_moe gpt2 gpt_neox llama mistral mixtral olmo2 phi3 qwen2 "
+    "qwen3 "
+    "qwen3_moe smollm3 starcoder2".split()
 )
+# These choose their frequencies from the longest position they see, so a document's numbers would depend on
+# which others share its forward.
+_ROPE_BY_LENGTH = {"dynamic", "longrope"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -46,8 +32,19 @@ def refusal(config: Any) -> str | None:
         return f"{config.model_type} is not on the list of architectures measured to keep documents apart"
     if getattr(config, "alibi", False):
         return "alibi positions come from the mask"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention is bidirectional"
+    if by_length := _rope_types(config) & _ROPE_BY_LENGTH:
+        return f"its rotary positions ({', '.join(by_length)}) follow from the longest position of a forward"
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     return f"its layers include {', '.join(sorted(other))}" if other else None
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary scaling of a config, which has one set of parameters or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(found) for one in sets if (found := one.get("rope_type"))}
 
 
 @torch.no_grad()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from shardyard.config import ModelConfig
 from shardyard.errors import UserError
@@ -79,7 +81,16 @@ def load_model_config(model: ModelConfig, source: Path) -> PreTrainedConfig:
             f"{str(error).strip().splitlines()[0]}"
         ) from error
     check_model_id(model.model_id, config.model_type)
-    apply_overrides(config, model.config_overrides or {})
+    config = with_overrides(config, dict(model.config_overrides or {}))
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "dynamic":
+        raise UserError(
+            "model.model_name_or_path: rope_type dynamic makes a step depend on the longest sequence seen "
+            "before it, so "
+            "a run could be neither resumed nor split; set model.config_overrides: "
+            "{rope_scaling: {rope_type: linear "
+            "or yarn, factor: ...}}"
+        )
     return config
 
 
@@ -93,21 +104,69 @@ def check_model_id(model_id: str | None, model_type: str) -> None:
         )
 
 
-def apply_overrides(config: PreTrainedConfig, overrides: dict[str, Any]) -> None:
-    """Set each key; a mapping merges into a mapping (rope scaling ...)."""
-    import difflib
+def with_overrides(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:
+    """The config made anew with other values; a mapping merges into a mapping (rope scaling ...).
 
-    known = config.to_dict()
+    Values that follow from others (layer types, lists with an entry per layer) are derived again.
+
+    Raises:
+        UserError: an unknown key, a value that the config refuses, or one that would have no effect.
+    """
+    if not overrides:
+        return config
+    values = config.to_dict()
+    wanted: dict[str, Any] = {}
     for key, value in overrides.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"model.config_overrides.{key}: {config.model_type} has no such key{hint}")
-        current = getattr(config, key, None)
-        merged = {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value
-        setattr(config, key, merged)
-        if key == "num_hidden_layers" and getattr(config, "layer_types", None):
-            config.layer_types = (config.layer_types * value)[:value]
+        name, value = _canonical(config, values, key, value)
+        current = wanted.get(name, values.get(name))
+        wanted[name] = (
+            {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value
+        )
+        if name.startswith("num_") and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UserError(f"model.config_overrides.{key}: {value!r} is not a whole number from 1 on")
+    derived = _DERIVED - wanted.keys()
+    if "num_hidden_layers" in wanted:
+        layers = values["num_hidden_layers"]
+        derived |= {k for k, v in values.items() if isinstance(v, list) and len(v) == layers} - wanted.keys()
+    try:
+        made = type(config).from_dict({k: v for k, v in values.items() if k not in derived} | wanted)
+    except Exception as error:
+        cause = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.config_overrides: {config.model_type} refuses these values: {cause}"
+        ) from error
+    for name, value in wanted.items():
+        if getattr(made, name, None) != value and name != "rope_parameters":
+            raise UserError(
+                f"model.config_overrides.{name}: {config.model_type} makes {getattr(made, name, None)!r} of "
+                f"{value!r}; "
+                "another key decides about it"
+            )
+    return made
+
+
+_DERIVED = frozenset({"layer_types"})
+_ROPE_KEYS = ("rope_theta", "rope_scaling")
+
+
+def _canonical(config: PreTrainedConfig, known: dict[str, Any], key: str, value: Any) -> tuple[str, Any]:
+    """A key by the name that this family's config uses, and its value in that form."""
+    name = config.attribute_map.get(key, key)
+    if key in _ROPE_KEYS and "rope_parameters" in known:
+        name, value = "rope_parameters", {"rope_theta": value} if key == "rope_theta" else value
+    if name not in known:
+        near = difflib.get_close_matches(key, [*known, *config.attribute_map], 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"model.config_overrides.{key}: {config.model_type} has no such key{hint}")
+    if name == "rope_parameters" and isinstance(value, dict):
+        if "type" in value:  # the older name; left beside rope_type it would be ignored
+            value = {"rope_type": value["type"], **{k: v for k, v in value.items() if k != "type"}}
+        kind = value.get("rope_type", "default")
+        if kind not in {"default", *ROPE_INIT_FUNCTIONS}:
+            raise UserError(
+                f"model.config_overrides.{key}: unknown rope_type {kind!r}; {sorted(ROPE_INIT_FUNCTIONS)}"
+            )
+    return name, value
 
 
 def has_weights(source: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ from shardyard.parallel.meshes import Meshes
 from shardyard.parallel.patterns import select_modules
 
 logger = logging.getLogger("shardyard.parallel")
+
+Blocks = list[tuple[str, nn.Module]]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -78,42 +81,68 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     offload = CPUOffloadPolicy(pin_memory=device.is_accelerator) if parallel.cpu_offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mp_policy=precision.policy, offload_policy=offload)
 
-    ignored = select_modules(model, parallel.ignored_modules, key="parallel.ignored_modules")
-    for _, module in reversed(ignored):  # children first, as fully_shard asks
+    owners = _owners(model)
+    chosen = select_modules(model, parallel.ignored_modules, key="parallel.ignored_modules")
+    ignored = _groups(owners, _outermost(_wrappable(chosen)))
+    for group in ignored:
         # Whole on every rank, yet FSDP casts them and averages their gradients: replicas cannot drift apart.
-        shard(module, mesh=meshes.replicate, reshard_after_forward=False)
+        shard(group, mesh=meshes.replicate, reshard_after_forward=False)
 
-    groups = _fsdp_groups(model, parallel)
-    for group in reversed(groups):
-        shard(
-            group if len(group) > 1 else group[0],
-            mesh=meshes.fsdp,
-            reshard_after_forward=parallel.reshard_after_forward,
-        )
+    whole = {module for group in ignored for member in group for module in member.modules()}
+    blocks = [block for block in _select_blocks(model, parallel, "fsdp_modules") if block[1] not in whole]
+    groups = _groups(owners, blocks, managed={p for module in whole for p in module.parameters()})
+    for group in groups:
+        shard(group, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard_after_forward)
     shard(model, mesh=meshes.fsdp)
-    _set_prefetch([group[0] for group in groups], parallel)
+    _set_prefetch([group[0] for group in reversed(groups)], parallel)
 
 
-def _fsdp_groups(model: nn.Module, parallel: ParallelConfig) -> list[list[nn.Module]]:
-    """One list per FSDP group; modules that share a tied parameter share it, so both see it gathered."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
+Owners = dict[nn.Parameter, list[nn.Module]]
+
+
+def _owners(model: nn.Module) -> Owners:
+    """The modules that hold each parameter: several for a tied one."""
+    owners: Owners = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append(module)
+    return owners
+
+
+def _groups(owners: Owners, blocks: Blocks, managed: Collection[nn.Parameter] = ()) -> list[list[nn.Module]]:
+    """One list of modules per FSDP group, children before parents as fully_shard asks.
+
+    A parameter belongs to the innermost block that holds it, and modules that share a tied one share its
+    group, so that
+    both see it gathered. A block that is left without a parameter needs no group.
+    """
     groups: list[list[nn.Module]] = []
-    taken: set[nn.Module] = set()
-    for _, module in _select_blocks(model, parallel, "fsdp_modules"):
-        if module in taken or isinstance(module, FSDPModule):
-            continue
-        shared = [other for parameter in module.parameters() for other in owners[parameter]]
-        inside = set(module.modules())
-        partners = list(dict.fromkeys(other for other in shared if other not in inside))
-        groups.append([module, *partners])
-        taken.update(groups[-1])
+    done = set(managed)
+    for _, module in reversed(blocks):
+        group, inside = [module], set(module.modules())
+        for member in group:  # grows: a partner may share another parameter with a third module
+            for parameter in set(member.parameters()) - done:
+                partners = [other for other in owners[parameter] if other not in inside]
+                group += partners
+                inside.update(module for partner in partners for module in partner.modules())
+        own = {parameter for member in group for parameter in member.parameters()} - done
+        if own:
+            groups.append(group)
+            done |= own
     return groups
 
 
-def _select_blocks(model: nn.Module, parallel: ParallelConfig, field: str) -> list[tuple[str, nn.Module]]:
+def _outermost(blocks: Blocks) -> Blocks:
+    inner = {module for _, block in blocks for module in block.modules() if module is not block}
+    return [block for block in blocks if block[1] not in inner]
+
+
+def _wrappable(blocks: Blocks) -> Blocks:
+    """A list of modules has no forward of its own to wrap, and the root is wrapped in any case."""
+    return [(name, m) for name, m in blocks if name and not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+
+
+def _select_blocks(model: nn.Module, parallel: ParallelConfig, field: str) -> Blocks:
     """The modules of a pattern list; families that its default does not fit name their blocks themselves."""
     patterns = getattr(parallel, field)
     modules = dict(model.named_modules())
@@ -124,7 +153,7 @@ def _select_blocks(model: nn.Module, parallel: ParallelConfig, field: str) -> li
         if found:
             logger.info("parallel.%s: %d modules of class %s", field, len(found), ", ".join(sorted(blocks)))
             return found
-    return select_modules(model, patterns, key=f"parallel.{field}")
+    return _wrappable(select_modules(model, patterns, key=f"parallel.{field}"))
 
 
 def _set_prefetch(modules: list[nn.Module], parallel: ParallelConfig) -> None:

@@ -10,16 +10,10 @@ from typing import Any
 
 import torch
 
-from shardyard.checkpoint import (
-    CheckpointStore,
-    check_exportable,
-    export_dtype,
-    export_hf,
-    prepare_output_dir,
-)
+from shardyard.checkpoint import CheckpointStore, check_exportable, export_dtype, export_hf
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, resolve_layout
-from shardyard.config.resolved import dump_yaml, format_table
+from shardyard.config.resolved import format_table
 from shardyard.data.batches import BatchLoader
 from shardyard.data.build import TrainData, build_train_data
 from shardyard.data.leader import Role
@@ -32,7 +26,8 @@ from shardyard.models.table import startup_table
 from shardyard.monitor import Monitor, log_run_start
 from shardyard.optim import Schedule, build_optimizer
 from shardyard.parallel import Meshes, build_meshes
-from shardyard.train.state import RunState
+from shardyard.train.resume import restore, tell_changes, training_settings
+from shardyard.train.run_folder import claim_output_dir, look_at_output_dir
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
 
@@ -66,9 +61,9 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     device.set_deterministic(bool(config.training.deterministic))
     device.seed(config.training.seed)
     _report_config(loaded, layout, device)
-    # One rank touches the run folder and says what it found; all end together when it must not be used.
-    resume_from = _agree(group, "output_dir", lambda: _open_output_dir(config))
-    _write_resolved(loaded, group)
+    # One rank looks at the run folder and says what it found; it is written to when all else is known to be
+    # right.
+    resume_from = _agree(group, "output_dir", lambda: look_at_output_dir(config))
 
     logger.info("> Building Tokenizer...")
     source = resolve_source(config.model, fetch_first=lambda fetch: _agree_on_node(group, "model", fetch))
@@ -76,7 +71,7 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     tokenizer = load_tokenizer(config.model)
     logger.info("> Building DataFactory...")
     data = _build_data(config, tokenizer, group)
-    _check_vocabulary(data, model_config.get_text_config().vocab_size)
+    _check_fit(data, model_config.get_text_config())
     logger.info("> Building FSDP2 Model...")
     meshes = build_meshes(layout, device.type)
     placement = Placement(config.parallel, meshes, device)
@@ -88,7 +83,7 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
         logger.info(line)
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
-    trainer = _assemble(config, data, built, optimizer, meshes, device, group, resume_from, tokenizer)
+    trainer = _assemble(loaded, data, built, optimizer, meshes, device, group, resume_from, tokenizer)
     trainer.observe = observe
     state = trainer.train()
     if config.training.save_hf_weights:
@@ -98,7 +93,7 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
 
 
 def _assemble(
-    config: Config,
+    loaded: Loaded,
     data: TrainData,
     built: BuiltModel,
     optimizer: torch.optim.Optimizer,
@@ -108,7 +103,7 @@ def _assemble(
     resume_from: str,
     tokenizer: Any,
 ) -> Trainer:
-    training = config.training
+    config, training = loaded.config, loaded.config.training
     sampler = ElasticSampler(
         len(data.store),
         global_batch=training.per_device_train_batch_size
@@ -123,7 +118,13 @@ def _assemble(
     logger.info("> Building Checkpointer...")
     store = CheckpointStore(Path(training.output_dir), save_total_limit=training.save_total_limit)
     order = f"samples {data.store.manifest['key']}, seed {training.seed}, shuffled {sampler.shuffle}"
-    state = _restore(store, resume_from, built, optimizer, order)
+    state = restore(store, resume_from, built, optimizer, order)
+    settings = {
+        "global_batch": sampler.global_batch,
+        "ranks": group.world_size,
+        **training_settings(training),
+    }
+    tell_changes(resume_from, settings)
     if training.save_hf_weights:
         check_exportable(built.model, source_dir=_source_of(config, built), tokenizer=tokenizer)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
@@ -137,6 +138,7 @@ def _assemble(
         num_workers=training.dataloader_num_workers, prefetch_factor=training.dataloader_prefetch_factor,
         pin_memory=training.dataloader_pin_memory, persistent_workers=training.dataloader_persistent_workers,
     )  # fmt: skip
+    _agree(group, "run folder", lambda: claim_output_dir(loaded))
     logger.info("> Building Monitor...")
     monitor = Monitor(
         Path(training.output_dir),
@@ -144,12 +146,22 @@ def _assemble(
         log_cpu_memory=training.log_cpu_memory, is_main=group.is_main, resume_step=state.step,
     )  # fmt: skip
     log_run_start(
-        num_examples=len(data.store), num_epochs=training.num_train_epochs,
+        num_examples=len(data.store), num_epochs=round(schedule.total / sampler.updates_per_epoch, 2),
         total_batch_size=sampler.global_batch,
         gradient_accumulation_steps=training.gradient_accumulation_steps, total_steps=schedule.total,
     )  # fmt: skip
     return Trainer(
-        step, batches, schedule, monitor, store, group, training, sampler, state, saved_at=state.step
+        step,
+        batches,
+        schedule,
+        monitor,
+        store,
+        group,
+        training,
+        sampler,
+        state,
+        settings,
+        saved_at=state.step,
     )
 
 
@@ -186,81 +198,23 @@ def _build_data(config: Config, tokenizer: Any, group: ProcessGroup) -> TrainDat
     return data
 
 
-def _check_vocabulary(data: TrainData, vocab_size: int) -> None:
-    """An id without an embedding would crash a device kernel, or read another row."""
-    largest = data.report.largest_id
-    if largest >= vocab_size:
+def _check_fit(data: TrainData, config: Any) -> None:
+    """An id or a position without an embedding would crash a device kernel, or read another row."""
+    if data.report.largest_id >= config.vocab_size:
         raise UserError(
-            f"model.tokenizer_name_or_path: the data holds token id {largest}, but the model's vocabulary "
-            f"has "
-            f"{vocab_size} entries; use the tokenizer that belongs to the model"
+            f"model.tokenizer_name_or_path: the data holds token id {data.report.largest_id}, but the "
+            f"model's "
+            f"vocabulary has {config.vocab_size} entries; use the tokenizer that belongs to the model"
         )
-
-
-def _open_output_dir(config: Config) -> str:
-    """Where to resume from ("" for a new run); on global rank 0 only."""
-    training = config.training
-    output_dir = Path(training.output_dir)
-    wanted = training.resume_from_checkpoint
-    store = CheckpointStore(output_dir, save_total_limit=None)
-    found = store.resolve(wanted) if wanted else None
-    # A checkpoint of another run may begin this one, but not in a folder that holds a third.
-    own = wanted == "latest" or (found is not None and found.resolve().parent == store.folder.resolve())
-    inputs = [Path(config.model.model_name_or_path), *_dataset_paths(config.data.dataset)]
-    prepare_output_dir(
-        output_dir,
-        resuming=own,
-        overwrite=training.overwrite_output_dir,
-        inputs=[p.expanduser() for p in inputs],
+    longest, positions = data.report.longest, getattr(config, "max_position_embeddings", None)
+    if positions is None or longest <= positions:
+        return
+    too_long = (
+        f"data.cutoff_len: a sample has {longest} tokens, and the model was made for {positions} positions"
     )
-    if wanted == "latest" and found is None:
-        logger.info(
-            "resume_from_checkpoint: latest, but %s holds no checkpoint yet: starting at step 0", output_dir
-        )
-    return str(found or "")
-
-
-def _dataset_paths(dataset: Any) -> list[Path]:
-    if isinstance(dataset, dict):
-        dataset = dataset.get("file_name") or ()
-    names = [dataset] if isinstance(dataset, str) else list(dataset or ())
-    return [Path(name) for name in names]
-
-
-def _write_resolved(loaded: Loaded, group: ProcessGroup) -> None:
-    if group.is_main:
-        path = Path(loaded.config.training.output_dir, "resolved_config.yaml")
-        path.write_text(dump_yaml(loaded.config, loaded.origins), encoding="utf-8")
-
-
-def _restore(
-    store: CheckpointStore, path: str, built: BuiltModel, optimizer: torch.optim.Optimizer, order: str
-) -> RunState:
-    if not path:
-        return RunState(order)
-    restored = store.load(Path(path), model=built.model, optimizer=optimizer)
-    state = RunState.from_json(restored.run_state)
-    if not restored.has_optimizer:
-        if store.folder.resolve() == Path(path).resolve().parent:
-            raise UserError(
-                f"training.resume_from_checkpoint: {path} holds weights only (training.save_only_model), so "
-                f"training "
-                "starts from step 0; name another training.output_dir for that, this one holds the steps so "
-                "far"
-            )
-        logger.info("Loaded model weights only, starting training from step 0")
-        return RunState(order)
-    if state.data_order != order:
-        raise UserError(
-            f"training.resume_from_checkpoint: {path} counts its place in other data ({state.data_order}) "
-            f"than this run "
-            f"has ({order}). Resume with the data, data settings and seed of the checkpoint; to train on "
-            f"other data, start "
-            "a new run from the exported model."
-        )
-    logger.info("Load distributed checkpoint from %s successfully!", path)
-    logger.info("Resuming from step %d, %d samples into the data", state.step, state.cursor)
-    return state
+    if getattr(config, "rope_parameters", None) is None:
+        raise UserError(f"{too_long}; set data.cutoff_len to {positions} at most")
+    logger.warning("%s; rotary positions go on beyond that, but were not trained there", too_long)
 
 
 def _source_of(config: Config, built: BuiltModel) -> Path | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardyard.checkpoint import CheckpointStore
 from shardyard.config import TrainingConfig
@@ -36,6 +37,8 @@ class Trainer:
     training: TrainingConfig
     sampler: ElasticSampler
     state: RunState
+    settings: dict[str, Any]
+    """What a resumed run compares its own settings with."""
     saved_at: int = 0
     """The step of the newest checkpoint of this run."""
     observe: Observer | None = None
@@ -86,7 +89,10 @@ class Trainer:
         started = time.perf_counter()
         optimizer = None if self.training.save_only_model else self.step.optimizer
         path = self.store.save(
-            self.state.step, model=self.step.model, optimizer=optimizer, run_state=self.state.to_json()
+            self.state.step,
+            model=self.step.model,
+            optimizer=optimizer,
+            run_state={**self.state.to_json(), "settings": self.settings},
         )
         self.saved_at = self.state.step
         logger.info("Saved checkpoint to %s (%.1f s)", path, time.perf_counter() - started)

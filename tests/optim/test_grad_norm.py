@@ -10,9 +10,10 @@ import pytest
 def norm_of_known_gradients(fsdp):
     import torch
     import torch.distributed as dist
-    from shardyard.optim import clip_gradients, owned_square_sum
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from shardyard.optim import clip_gradients, owned_square_sum
 
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // fsdp, fsdp), mesh_dim_names=("replicate", "shard"))
@@ -50,6 +51,7 @@ def test_the_norm_does_not_depend_on_shards_or_replicas(ranks, world, fsdp):
 
 def test_gradients_below_the_bound_and_a_bound_of_zero_change_nothing():
     import torch
+
     from shardyard.optim import clip_gradients
 
     parameter = torch.nn.Parameter(torch.zeros(2))

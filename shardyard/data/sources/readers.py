@@ -141,6 +141,11 @@ def _decode(raw: bytes, where: str) -> str:
         ) from error
 
 
+def parquet_rows(file: Path) -> int:
+    """The number of rows of a parquet file. Raises UserError if it is not one."""
+    return _open_parquet(file).metadata.num_rows
+
+
 def _open_parquet(file: Path) -> Any:
     import pyarrow
     import pyarrow.parquet

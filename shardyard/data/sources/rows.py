@@ -99,6 +99,7 @@ def _all_rows(entry: DatasetEntry, *, tell: bool) -> Iterator[Row]:
             _require_columns(entry, file, found)
         if number == 0 and tell:
             _tell_of_kept_defaults(entry, window)
+            _tell_of_unnamed_columns(entry, file, window)
         yield from chain(window, rows)
 
 
@@ -140,6 +141,23 @@ def _tell_of_kept_defaults(entry: DatasetEntry, window: list[Row]) -> None:
                 "dataset %s: `columns` does not list %s, so it keeps its default, the column %r, which the "
                 "rows have (the reference would ignore it); write `%s: null` to leave it out",
                 *(entry.name, key, name, key),
+            )
+
+
+_OPTIONAL = ("system", "tools", "history")
+
+
+def _tell_of_unnamed_columns(entry: DatasetEntry, file: Path, window: list[Row]) -> None:
+    """Say which columns with a usual name hold something and are used by nobody: null is their default."""
+    found = set(parquet_columns(file)) if file.suffix.lower() == ".parquet" else None
+    for key in _OPTIONAL:
+        held = key in found if found is not None else any(row.data.get(key) for row in window)
+        if held and getattr(entry.columns, key) is None and key not in (entry.named_columns or ()):
+            _log.warning(
+                "dataset %s: the rows have a column %r that no key of the entry names, so it is not used; "
+                "write "
+                "columns: {%s: %s} to use it, or {%s: null} to say so",
+                *(entry.name, key, key, key, key),
             )
 
 
