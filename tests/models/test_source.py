@@ -108,7 +108,8 @@ def pack_every_measured_family():
     small = dict(
         vocab_size=160, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, moe_intermediate_size=16, num_experts=4, num_local_experts=4,
-        num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, q_lora_rank=16,
+        num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1,
+        q_lora_rank=16,
         kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
         max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip

@@ -1,0 +1,63 @@
+"""The folder of a run: looked at before anything costs time, written to when all else is right."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from shardyard.checkpoint import CheckpointStore, check_output_dir, prepare_output_dir
+from shardyard.config import Config, Loaded
+from shardyard.config.resolved import dump_yaml
+
+logger = logging.getLogger("shardyard.train")
+
+
+def look_at_output_dir(config: Config) -> str:
+    """Where to resume from ("" for a new run); on global rank 0 only."""
+    store = CheckpointStore(Path(config.training.output_dir), save_total_limit=None)
+    wanted = config.training.resume_from_checkpoint
+    found = store.resolve(wanted) if wanted else None
+    check_output_dir(**_folder_facts(config))
+    if wanted == "latest" and found is None:
+        logger.info("resume_from_checkpoint: latest, but %s is empty yet: starting at step 0", store.folder)
+    return str(found or "")
+
+
+def _folder_facts(config: Config) -> dict[str, Any]:
+    """How this run means to use its folder, as `check_output_dir` asks."""
+    training, model = config.training, config.model
+    output_dir = Path(training.output_dir)
+    wanted = training.resume_from_checkpoint
+    # A checkpoint of another run may begin this one, but not in a folder that holds a third.
+    own = wanted == "latest" or (
+        wanted is not None and Path(wanted).resolve().parent == (output_dir / "checkpoints").resolve()
+    )
+    paths = [
+        model.model_name_or_path,
+        *([model.tokenizer_name_or_path] if model.tokenizer_name_or_path else []),
+    ]
+    inputs = [*map(Path, paths), *_dataset_paths(config.data.dataset)]
+    return {
+        "output_dir": output_dir,
+        "resuming": own,
+        "overwrite": training.overwrite_output_dir,
+        "inputs": [path.expanduser() for path in inputs],
+    }
+
+
+def claim_output_dir(loaded: Loaded) -> str:
+    """Make the folder this run's own and leave its settings there; on global rank 0 only."""
+    moved = prepare_output_dir(**_folder_facts(loaded.config))
+    if moved is not None:
+        logger.info("the old run was moved to %s", moved)
+    path = Path(loaded.config.training.output_dir, "resolved_config.yaml")
+    path.write_text(dump_yaml(loaded.config, loaded.origins), encoding="utf-8")
+    return str(path)
+
+
+def _dataset_paths(dataset: Any) -> list[Path]:
+    if isinstance(dataset, dict):
+        dataset = dataset.get("file_name") or ()
+    names = [dataset] if isinstance(dataset, str) else list(dataset or ())
+    return [Path(name) for name in names]
