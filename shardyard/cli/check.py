@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from glob import glob
+from pathlib import Path
 
 from shardyard.config import Config, Loaded, load_config, resolve_layout
 from shardyard.config.explain import explain, find_key
@@ -42,12 +44,39 @@ def check(argv: Sequence[str]) -> int:
     loaded = load_config(words)
     layout = _layout_line(loaded, world_size) if world_size is not None else ""
     print(format_table(loaded.config, loaded.origins))
-    for warning in loaded.warnings:
+    for warning in [*loaded.warnings, *_missing_paths(loaded.config)]:
         print(f"warning: {warning}")
     if layout:
         print(layout)
     print(f"{loaded.file or 'configuration'}: valid")
     return 0
+
+
+def _missing_paths(config: Config) -> list[str]:
+    """Paths of the configuration that this machine does not have; the run may take place on another."""
+    named = {
+        "model.model_name_or_path": [config.model.model_name_or_path],
+        "model.tokenizer_name_or_path": [config.model.tokenizer_name_or_path],
+        "data.dataset": _dataset_paths(config.data.dataset),
+    }
+    return [
+        f"{key}: {name} does not exist on this machine"
+        for key, names in named.items()
+        for name in names
+        if name and _is_path(name) and not Path(name).expanduser().exists() and not glob(name)
+    ]
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~"))
+
+
+def _dataset_paths(dataset: object) -> list[str]:
+    if isinstance(dataset, Mapping):
+        dataset = dataset.get("file_name")
+    if isinstance(dataset, str):
+        return [dataset]
+    return [name for name in dataset if isinstance(name, str)] if isinstance(dataset, (list, tuple)) else []
 
 
 def schema(argv: Sequence[str]) -> int:

@@ -42,6 +42,7 @@ LATER: dict[str, Later] = {
     "model.quant_converters": Later(_QUANT),
     "model.enable_fsdp_low_precision_all_gather": Later(_QUANT),
     "model.fsdp_low_precision_all_gather_mode": Later(_QUANT),
+    "data.template": Later("a template other than qwen3", ("gpt", "empty")),
     "data.eval_dataset": Later(_VALIDATION),
     "data.val_size": Later(_VALIDATION),
     "data.eval_on_each_dataset": Later(_VALIDATION),

@@ -18,6 +18,7 @@ from shardyard.data.batches import BatchLoader
 from shardyard.data.build import TrainData, build_train_data
 from shardyard.data.leader import Role
 from shardyard.data.sampler import ElasticSampler
+from shardyard.data.templates import chat_template_of
 from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import Device, ProcessGroup, detect_device, local_ranks, start_process_group
 from shardyard.errors import UserError
@@ -228,7 +229,11 @@ def _export(config: Config, built: BuiltModel, tokenizer: Any) -> None:
         out_dir=Path(output_dir),
         source_dir=_source_of(config, built),
         tokenizer=tokenizer,
-        save_dtype=None,
+        chat_template=chat_template_of(
+            config.data.template,
+            enable_thinking=config.data.enable_thinking,
+            default_system=config.data.default_system,
+        ),
     )
     logger.info("Huggingface checkpoint saved at %s successfully! (%s)", output_dir, report)
 

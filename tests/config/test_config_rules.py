@@ -234,3 +234,8 @@ def test_family_operators_are_refused_for_other_families(tmp_path: Path, key: st
     assert f"optimization.{key}: is for model.model_id" in fault
     load(tmp_path, f"model: {{model_id: deepseek_v4}}\noptimization: {{{key}: true}}")
     load(tmp_path, f"model: {{model_id: qwen3}}\noptimization: {{{key}: false}}")
+
+
+def test_an_unknown_template_is_refused_with_the_names(tmp_path):
+    assert "qwen3" in fault_of(tmp_path, "data: {template: qwen4}")
+    assert "later" in fault_of(tmp_path, "data: {template: gpt}")

@@ -15,7 +15,7 @@ DatasetSpec = dict[str, Any] | tuple[str, ...] | str
 class DataConfig(Section):
     """The training data."""
 
-    template: str | None = setting(
+    template: Literal["qwen3", "gpt", "empty"] | None = setting(
         None,
         "Chat template: qwen3, gpt or empty. Null uses the tokenizer's own.",
         "对话模板：qwen3、gpt 或 empty。null 表示使用分词器自带的模板。",
