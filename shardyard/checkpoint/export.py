@@ -292,6 +292,7 @@ class _ShardWriter:
             save_file(self._pending, path, metadata={"format": "pt"})
         except SafetensorError as error:  # it wraps the operating system's errors in its own
             raise OSError(str(error)) from error
+        path.chmod(0o666 & ~_umask())  # safetensors makes its files for their owner alone
         _sync(path)
         self.files.append({name: tensor.nbytes for name, tensor in self._pending.items()})
         self._pending = {}
@@ -325,6 +326,12 @@ def _move_in_place(ready: Path, out_dir: Path, names: list[str]) -> None:
         _sync(path)
         path.replace(target)
     _sync(out_dir)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _sync(path: Path) -> None:

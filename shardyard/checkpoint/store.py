@@ -36,6 +36,8 @@ logger = logging.getLogger("shardyard.checkpoint")
 FORMAT = 1
 MANIFEST, RUN_STATE, LATEST = "manifest.json", "run_state.json", "latest"
 _NAME = re.compile(r"global_step_(\d+)")
+_FULL_MIB = 16.0
+"""A disk with less free space than this counts as full when a write has failed."""
 _TEMPORARY = ".tmp-global_step_"
 
 
@@ -139,6 +141,9 @@ class CheckpointStore:
             UserError: a path that is not a complete checkpoint.
         """
         if wanted == LATEST:
+            for path in sorted(self.folder.glob("global_step_*")) if self.folder.is_dir() else ():
+                if _NAME.fullmatch(path.name) and (fault := fault_of(path)):
+                    logger.warning("passing over %s: it %s", path, fault)
             return self.latest()
         path = Path(wanted).expanduser()
         if fault := fault_of(path):
@@ -160,7 +165,11 @@ class CheckpointStore:
                 dict(tensors), storage_writer=writer, process_group=self.peers.group, no_dist=self.peers.alone
             )
         except dcp.api.CheckpointException as error:
-            raise UserError(f"{what}: {_causes(error)}") from error
+            if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+                raise KeyboardInterrupt from error
+            free = shutil.disk_usage(self.folder).free / 2**20
+            full = "no space is left; " if free < _FULL_MIB else ""
+            raise UserError(f"{what}: {full}{_causes(error)} ({free:,.0f} MiB are free there)") from error
 
     def _publish(self, temporary: Path, path: Path, files: dict[str, Any], run_state: dict[str, Any]) -> None:
         _write_durably(temporary / RUN_STATE, json.dumps(run_state, indent=1))

@@ -18,7 +18,7 @@ from shardyard.data.batches import BatchLoader
 from shardyard.data.build import TrainData, build_train_data
 from shardyard.data.leader import Role
 from shardyard.data.sampler import ElasticSampler
-from shardyard.data.templates import chat_template_of
+from shardyard.data.templates import build_template, chat_template_of
 from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import Device, ProcessGroup, detect_device, local_ranks, start_process_group
 from shardyard.errors import UserError
@@ -72,6 +72,8 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     tokenizer = load_tokenizer(config.model)
     logger.info("> Building DataFactory...")
     data = _build_data(config, tokenizer, group)
+    if template := _named_template(config):
+        build_template(template, tokenizer)  # sets the tokenizer's eos, also when the cache had the samples
     _check_fit(data, model_config.get_text_config())
     logger.info("> Building FSDP2 Model...")
     meshes = build_meshes(layout, device.type)
@@ -222,6 +224,10 @@ def _source_of(config: Config, built: BuiltModel) -> Path | None:
     return None if config.model.train_from_scratch else built.source
 
 
+def _named_template(config: Config) -> str | None:
+    return config.data.template if config.data.data_manager_type == "lf" else None
+
+
 def _export(config: Config, built: BuiltModel, tokenizer: Any) -> None:
     output_dir = config.training.output_dir
     report = export_hf(
@@ -230,7 +236,7 @@ def _export(config: Config, built: BuiltModel, tokenizer: Any) -> None:
         source_dir=_source_of(config, built),
         tokenizer=tokenizer,
         chat_template=chat_template_of(
-            config.data.template,
+            _named_template(config),
             enable_thinking=config.data.enable_thinking,
             default_system=config.data.default_system,
         ),

@@ -256,3 +256,9 @@ def test_the_tokenizer_and_its_template_stand_beside_the_weights(ranks, tmp_path
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "w7"}], tokenize=True, return_dict=False)
     assert ids == [7, 1]
+
+
+def test_the_weights_are_as_readable_as_the_other_files(ranks, tmp_path):
+    folder, out = write_tiny_model(tmp_path / "source", "qwen3"), tmp_path / "out"
+    ranks.run(1, export, folder, out)
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode

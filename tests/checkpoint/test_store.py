@@ -493,3 +493,13 @@ def test_parameters_that_never_had_a_gradient_have_their_state_in_the_checkpoint
         if name not in trained:
             decayed = found[f"model.{name}"] * (1 - 1e-2 * 1e-2)
             assert np.allclose(after[f"model.{name}"], decayed - 1e-2, atol=1e-6)
+
+
+def test_latest_says_what_it_passes_over(model_zoo, ranks, tmp_path, caplog):
+    folder = model_zoo.folder("qwen3")
+    ranks.run(1, save_with_limit, folder, tmp_path, None, [1, 2])
+    victim = next((tmp_path / "checkpoints" / "global_step_2").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with caplog.at_level("WARNING", "shardyard.checkpoint"):
+        assert CheckpointStore(tmp_path, save_total_limit=None).resolve("latest").name == "global_step_1"
+    assert "passing over" in caplog.text and victim.name in caplog.text
