@@ -19,10 +19,10 @@ def startup_table(
     total = sum(p.numel() for p in parameters)
     trainable = [p for p in parameters if p.requires_grad]
     held = sum(_local(p).numel() * p.element_size() for p in parameters)
-    moments = 2 * sum(_local(p).numel() * p.element_size() for p in trainable)
+    grads = sum(_local(p).numel() * p.element_size() for p in trainable)
     yield f"{'parameters':<22}{total:,}"
     yield f"{'trainable':<22}{sum(p.numel() for p in trainable):,}"
-    yield f"{'bytes per rank':<22}{_mib(held)} parameters, {_mib(held)} gradients, {_mib(moments)} optimizer"
+    yield f"{'bytes per rank':<22}{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(2 * grads)} optimizer"
     if layout.dp_replicate > 1:
         spared = total * 4 // layout.world_size
         yield (

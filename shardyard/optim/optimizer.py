@@ -11,7 +11,7 @@ from shardyard.config import TrainingConfig
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
     """Matrices decay; norms, biases and other vectors do not."""
-    return parameter.ndim >= 2 and not name.endswith(".bias")
+    return parameter.ndim >= 2 and not name.endswith("bias")  # an expert's stacked biases are 2-D
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
