@@ -161,15 +161,7 @@ def _rows_in_order(config: Any, tokenizer: Any) -> list[dict[str, list[int]]]:
 
     training = config.training
     store = build_train_data(config, tokenizer).store
-    sampler = ElasticSampler(
-        len(store),
-        global_batch=training.per_device_train_batch_size * training.gradient_accumulation_steps,
-        seed=training.seed,
-        shuffle=not training.disable_shuffling,
-        drop_last=training.dataloader_drop_last,
-        num_train_epochs=training.num_train_epochs,
-        max_steps=training.max_steps,
-    )
+    sampler = ElasticSampler.of(training, len(store), dp_size=1)
     ids: list[int] = []
     cursor = 0
     for _ in range(training.max_steps):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardyard.config import TrainingConfig
 from shardyard.errors import UserError
 
 
@@ -94,6 +95,21 @@ class ElasticSampler:
                 f"update with global batches of {global_batch} (dataloader_drop_last: "
                 f"{str(drop_last).lower()}); raise it, or set training.max_steps"
             )
+
+    @classmethod
+    def of(cls, training: TrainingConfig, num_samples: int, *, dp_size: int) -> ElasticSampler:
+        """The sampler of a run whose ranks see ``dp_size`` different batches."""
+        return cls(
+            num_samples,
+            global_batch=training.per_device_train_batch_size
+            * training.gradient_accumulation_steps
+            * dp_size,
+            seed=training.seed,
+            shuffle=not training.disable_shuffling,
+            drop_last=training.dataloader_drop_last,
+            num_train_epochs=training.num_train_epochs,
+            max_steps=training.max_steps,
+        )
 
     @property
     def updates_per_epoch(self) -> int:

@@ -22,7 +22,8 @@ def startup_table(
     grads = sum(_local(p).numel() * p.element_size() for p in trainable)
     yield f"{'parameters':<22}{total:,}"
     yield f"{'trainable':<22}{sum(p.numel() for p in trainable):,}"
-    yield f"{'bytes per rank':<22}{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(2 * grads)} optimizer"
+    sizes = f"{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(2 * grads)} optimizer"
+    yield f"{'bytes per rank':<22}{sizes}"
     if layout.dp_replicate > 1:
         spared = total * 4 // layout.world_size
         yield (

@@ -107,17 +107,7 @@ def _assemble(
     tokenizer: Any,
 ) -> Trainer:
     config, training = loaded.config, loaded.config.training
-    sampler = ElasticSampler(
-        len(data.store),
-        global_batch=training.per_device_train_batch_size
-        * training.gradient_accumulation_steps
-        * meshes.dp_size,
-        seed=training.seed,
-        shuffle=not training.disable_shuffling,
-        drop_last=training.dataloader_drop_last,
-        num_train_epochs=training.num_train_epochs,
-        max_steps=training.max_steps,
-    )
+    sampler = ElasticSampler.of(training, len(data.store), dp_size=meshes.dp_size)
     logger.info("> Building Checkpointer...")
     store = CheckpointStore(Path(training.output_dir), save_total_limit=training.save_total_limit)
     order = f"samples {data.store.manifest['key']}, seed {training.seed}, shuffled {sampler.shuffle}"
