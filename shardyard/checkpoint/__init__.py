@@ -2,10 +2,9 @@
 
 from shardyard.checkpoint.export import ExportReport, check_exportable, export_dtype, export_hf
 from shardyard.checkpoint.output_dir import check_output_dir, prepare_output_dir
-from shardyard.checkpoint.store import RUN_STATE, CheckpointStore, Restored, fault_of
+from shardyard.checkpoint.store import CheckpointStore, Restored, fault_of
 
 __all__ = [
-    "RUN_STATE",
     "CheckpointStore",
     "ExportReport",
     "Restored",

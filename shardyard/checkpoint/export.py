@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.durable import sync
 from shardyard.checkpoint.read_back import check_reads_back, probe
 from shardyard.checkpoint.side_files import is_native, write_side_files
 from shardyard.checkpoint.state import persistent_tensors
@@ -293,7 +294,7 @@ class _ShardWriter:
         except SafetensorError as error:  # it wraps the operating system's errors in its own
             raise OSError(str(error)) from error
         path.chmod(0o666 & ~_umask())  # safetensors makes its files for their owner alone
-        _sync(path)
+        sync(path)
         self.files.append({name: tensor.nbytes for name, tensor in self._pending.items()})
         self._pending = {}
         _compare(path, {name: self.expected[name] for name in self.files[-1]})
@@ -323,23 +324,15 @@ def _move_in_place(ready: Path, out_dir: Path, names: list[str]) -> None:
     for path in [*side_files, *(ready / name for name in weights if (ready / name).exists())]:
         target = out_dir / path.relative_to(ready)
         target.parent.mkdir(parents=True, exist_ok=True)
-        _sync(path)
+        sync(path)
         path.replace(target)
-    _sync(out_dir)
+    sync(out_dir)
 
 
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _compare(path: Path, expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:

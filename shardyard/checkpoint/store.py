@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.durable import sync, write_durably
 from shardyard.checkpoint.safe_reader import SafeReader, read_metadata
 from shardyard.checkpoint.state import model_tensors, optimizer_tensors, prepare_optimizer
 from shardyard.errors import UserError
@@ -172,7 +172,7 @@ class CheckpointStore:
             raise UserError(f"{what}: {full}{_causes(error)} ({free:,.0f} MiB are free there)") from error
 
     def _publish(self, temporary: Path, path: Path, files: dict[str, Any], run_state: dict[str, Any]) -> None:
-        _write_durably(temporary / RUN_STATE, json.dumps(run_state, indent=1))
+        write_durably(temporary / RUN_STATE, json.dumps(run_state, indent=1))
         files = files | {name: _facts(temporary / name) for name in (RUN_STATE, ".metadata")}
         manifest = {
             "format": FORMAT,
@@ -181,8 +181,8 @@ class CheckpointStore:
             "ranks": self.peers.size,
             "files": files,
         }
-        _write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1))
-        _sync_folder(temporary)
+        write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1))
+        sync(temporary)
         if fault := fault_of(temporary):
             raise UserError(
                 f"{temporary} {fault}. Rank 0 does not see what the other ranks wrote: training.output_dir "
@@ -195,11 +195,11 @@ class CheckpointStore:
             shutil.rmtree(replaced)
         else:
             temporary.rename(path)
-        _sync_folder(self.folder)
+        sync(self.folder)
         pointer = self.folder / f"{_TEMPORARY}{LATEST}"
-        _write_durably(pointer, path.name + "\n")
+        write_durably(pointer, path.name + "\n")
         pointer.replace(self.folder / LATEST)
-        _sync_folder(self.folder)
+        sync(self.folder)
 
     def _retain(self, newest: Path) -> None:
         """Remove what the limit no longer keeps. A failure costs space and nothing else, so it only warns."""
@@ -293,18 +293,3 @@ def _hash_own_files(folder: Path, rank: int) -> dict[str, Any]:
 def _facts(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def _missing_paths(config: Config) -> list[str]:
     named = {
         "model.model_name_or_path": [config.model.model_name_or_path],
         "model.tokenizer_name_or_path": [config.model.tokenizer_name_or_path],
-        "data.dataset": _dataset_paths(config.data.dataset),
+        "data.dataset": config.data.dataset_names,
     }
     return [
         f"{key}: {name} does not exist on this machine"
@@ -69,14 +69,6 @@ def _missing_paths(config: Config) -> list[str]:
 
 def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~"))
-
-
-def _dataset_paths(dataset: object) -> list[str]:
-    if isinstance(dataset, Mapping):
-        dataset = dataset.get("file_name")
-    if isinstance(dataset, str):
-        return [dataset]
-    return [name for name in dataset if isinstance(name, str)] if isinstance(dataset, (list, tuple)) else []
 
 
 def schema(argv: Sequence[str]) -> int:

@@ -4,14 +4,13 @@ said.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardyard.checkpoint import RUN_STATE, CheckpointStore
+from shardyard.checkpoint import CheckpointStore
 from shardyard.config import TrainingConfig
 from shardyard.errors import UserError
 from shardyard.models import BuiltModel
@@ -21,8 +20,14 @@ logger = logging.getLogger("shardyard.train")
 
 
 def restore(
-    store: CheckpointStore, path: str, built: BuiltModel, optimizer: torch.optim.Optimizer, order: str
+    store: CheckpointStore,
+    path: str,
+    built: BuiltModel,
+    optimizer: torch.optim.Optimizer,
+    order: str,
+    settings: dict[str, Any],
 ) -> RunState:
+    """The state to go on from, weights and optimizer read; a new one without ``path`` or from weights."""
     if not path:
         return RunState(order)
     restored = store.load(Path(path), model=built.model, optimizer=optimizer)
@@ -46,6 +51,7 @@ def restore(
         )
     logger.info("Load distributed checkpoint from %s successfully!", path)
     logger.info("Resuming from step %d, %d samples into the data", state.step, state.cursor)
+    _tell_changes(restored.run_state.get("settings", {}), settings)
     return state
 
 
@@ -60,11 +66,8 @@ def training_settings(training: TrainingConfig) -> dict[str, Any]:
     return {name: getattr(training, name) for name in TOLD_WHEN_CHANGED}
 
 
-def tell_changes(resume_from: str, settings: dict[str, Any]) -> None:
+def _tell_changes(before: dict[str, Any], settings: dict[str, Any]) -> None:
     """The settings of this run win over those of the checkpoint; each difference is said."""
-    if not resume_from:
-        return
-    before = json.loads((Path(resume_from) / RUN_STATE).read_text(encoding="utf-8")).get("settings", {})
     for name, old in before.items():
         if name in settings and settings[name] != old:
             logger.warning(
@@ -73,7 +76,7 @@ def tell_changes(resume_from: str, settings: dict[str, Any]) -> None:
     if before.get("global_batch", settings["global_batch"]) != settings["global_batch"]:
         logger.warning(
             "the global batch is %d samples and was %d: the steps ahead differ from those of the unbroken "
-            "run; to "
-            "keep it, make per_device_train_batch_size x gradient_accumulation_steps x ranks the same",
+            "run; to keep it, make per_device_train_batch_size x gradient_accumulation_steps x ranks the "
+            "same",
             settings["global_batch"], before["global_batch"],
         )  # fmt: skip

@@ -27,7 +27,7 @@ from shardyard.models.table import startup_table
 from shardyard.monitor import Monitor, log_run_start
 from shardyard.optim import Schedule, build_optimizer
 from shardyard.parallel import Meshes, build_meshes
-from shardyard.train.resume import restore, tell_changes, training_settings
+from shardyard.train.resume import restore, training_settings
 from shardyard.train.run_folder import claim_output_dir, look_at_output_dir
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
@@ -111,13 +111,12 @@ def _assemble(
     logger.info("> Building Checkpointer...")
     store = CheckpointStore(Path(training.output_dir), save_total_limit=training.save_total_limit)
     order = f"samples {data.store.manifest['key']}, seed {training.seed}, shuffled {sampler.shuffle}"
-    state = restore(store, resume_from, built, optimizer, order)
     settings = {
         "global_batch": sampler.global_batch,
         "ranks": group.world_size,
         **training_settings(training),
     }
-    tell_changes(resume_from, settings)
+    state = restore(store, resume_from, built, optimizer, order, settings)
     if training.save_hf_weights:
         check_exportable(built.model, source_dir=_source_of(config, built), tokenizer=tokenizer)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))

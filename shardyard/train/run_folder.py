@@ -37,7 +37,7 @@ def _folder_facts(config: Config) -> dict[str, Any]:
         model.model_name_or_path,
         *([model.tokenizer_name_or_path] if model.tokenizer_name_or_path else []),
     ]
-    inputs = [*map(Path, paths), *_dataset_paths(config.data.dataset)]
+    inputs = [*map(Path, paths), *map(Path, config.data.dataset_names)]
     return {
         "output_dir": output_dir,
         "resuming": own,
@@ -54,10 +54,3 @@ def claim_output_dir(loaded: Loaded) -> str:
     path = Path(loaded.config.training.output_dir, "resolved_config.yaml")
     path.write_text(dump_yaml(loaded.config, loaded.origins), encoding="utf-8")
     return str(path)
-
-
-def _dataset_paths(dataset: Any) -> list[Path]:
-    if isinstance(dataset, dict):
-        dataset = dataset.get("file_name") or ()
-    names = [dataset] if isinstance(dataset, str) else list(dataset or ())
-    return [Path(name) for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import field_validator
@@ -152,3 +153,9 @@ class DataConfig(Section):
         if isinstance(value, str) and "," in value:
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return None if value == {} else value
+
+    @property
+    def dataset_names(self) -> list[str]:
+        """The names, files, folders or globs that ``dataset`` holds in any of its forms."""
+        named: Any = self.dataset.get("file_name") if isinstance(self.dataset, Mapping) else self.dataset
+        return [named] if isinstance(named, str) else [name for name in named or () if isinstance(name, str)]
