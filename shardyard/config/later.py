@@ -19,12 +19,6 @@ class Later:
 
 _QUANT = "low-precision training"
 _TOKENS = "adding tokens to a model"
-_HUBS = "downloads from other hubs"
-_PACKING = "packing"
-_MIX = "mixing datasets by probability"
-_STREAM = "streaming"
-_VALIDATION = "validation during training"
-_MEGATRON = "Megatron's indexed data"
 _PLACEMENT = "choosing the sharded dimension"
 _PROFILE = "profiling"
 
@@ -34,28 +28,13 @@ LATER: dict[str, Later] = {
     "model.add_special_tokens": Later(_TOKENS),
     "model.new_special_tokens_config": Later(_TOKENS),
     "model.init_special_tokens": Later(_TOKENS),
-    "model.ms_hub_token": Later(_HUBS),
-    "model.om_hub_token": Later(_HUBS),
     "model.quant_recipe_name": Later(_QUANT),
     "model.quant_apply_modules": Later(_QUANT),
     "model.quant_ignored_modules": Later(_QUANT),
     "model.quant_converters": Later(_QUANT),
     "model.enable_fsdp_low_precision_all_gather": Later(_QUANT),
     "model.fsdp_low_precision_all_gather_mode": Later(_QUANT),
-    "data.template": Later("a template other than qwen3", ("gpt", "empty")),
-    "data.eval_dataset": Later(_VALIDATION),
-    "data.val_size": Later(_VALIDATION),
-    "data.eval_on_each_dataset": Later(_VALIDATION),
     "data.eval_num_beams": Later("evaluation by generation"),
-    "data.streaming": Later(_STREAM),
-    "data.mix_strategy": Later(_MIX),
-    "data.interleave_probs": Later(_MIX),
-    "data.packing": Later(_PACKING),
-    "data.neat_packing": Later(_PACKING),
-    "data.cross_document_attention": Later(_PACKING),
-    "data.split": Later(_VALIDATION),
-    "data.create_attention_mask_in_dataloader": Later(_MEGATRON),
-    "data.no_shared_storage": Later(_MEGATRON),
     "parallel.tp_size": Later("tensor parallelism"),
     "parallel.ep_size": Later("expert parallelism"),
     "parallel.ep_fsdp_size": Later("expert parallelism"),

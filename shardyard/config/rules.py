@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardyard.config.data_rules import check_data, without_effect
 from shardyard.config.later import LATER
 from shardyard.config.schema import FIELDS, Config, get
 from shardyard.config.sections.base import Switch
@@ -58,8 +59,7 @@ def apply_rules(checked: Checked) -> dict[str, Derived]:
         The defaults that follow another setting in this run.
     """
     _refuse_later(checked)
-    _check_stage(checked)
-    _check_data(checked)
+    check_data(checked)
     _check_run(checked)
     _check_operators(checked)
     _warn_of_long_warmup(checked)
@@ -84,39 +84,6 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"[{', '.join(map(show, value))}]" if isinstance(value, tuple) else str(value)
-
-
-def _check_stage(checked: Checked) -> None:
-    pair = ("training.stage", "data.data_manager_type")
-    found = tuple(checked.value(path) for path in pair)
-    if found == ("pt", "lf"):
-        checked.fault(
-            pair,
-            "training.stage pt with data.data_manager_type lf (conversations) comes with a later release; "
-            "set data.data_manager_type: mg",
-        )
-    elif found == ("sft", "mg"):
-        checked.fault(
-            pair,
-            "training.stage sft with data.data_manager_type mg (a token stream) comes with a later release; "
-            "set training.stage: pt for pretraining, or data.data_manager_type: lf",
-        )
-
-
-def _check_data(checked: Checked) -> None:
-    data = checked.config.data
-    if data.train_on_prompt and data.mask_history:
-        checked.fault(
-            ("data.train_on_prompt", "data.mask_history"),
-            "data.train_on_prompt and data.mask_history exclude each other; keep one",
-        )
-    if data.reset_attention_mask and not data.append_eod:
-        checked.fault(
-            ("data.reset_attention_mask", "data.append_eod"),
-            "data.reset_attention_mask needs data.append_eod: true, which marks where a document ends",
-        )
-    if data.dataset is None:
-        checked.warn("data.dataset", "not set; training needs it")
 
 
 def _check_run(checked: Checked) -> None:
@@ -221,19 +188,6 @@ _NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = 
         "data.streaming is false",
         ("data.buffer_size",),
     ),
-    (
-        lambda config: config.training.stage == "pt",
-        "training.stage is pt",
-        tuple(
-            f"data.{key}"
-            for key in ("train_on_prompt", "mask_history", "tool_format", "default_system", "enable_thinking")
-        ),
-    ),
-    (
-        lambda config: config.training.stage == "sft",
-        "training.stage is sft",
-        ("data.append_eod", "data.reset_attention_mask"),
-    ),
 )
 """(condition, the condition in words, settings that then do nothing)."""
 
@@ -256,10 +210,11 @@ def _warn_of_long_warmup(checked: Checked) -> None:
 def _warn_without_effect(checked: Checked) -> None:
     if not checked.config.data.ignore_pad_token_for_loss:
         checked.warn("data.ignore_pad_token_for_loss", "false has no effect: batches hold no padding tokens")
-    for holds, reason, paths in _NO_EFFECT:
-        for path in paths if holds(checked.config) else ():
-            if checked.changed(path):
-                checked.warn(path, f"has no effect while {reason}")
+    idle = {reason: paths for holds, reason, paths in _NO_EFFECT if holds(checked.config)}
+    idle |= without_effect(checked.config.training.stage, checked.config.data.data_manager_type)
+    for reason, paths in idle.items():
+        for path in filter(checked.changed, paths):
+            checked.warn(path, f"has no effect while {reason}")
 
 
 def _derive(checked: Checked) -> dict[str, Derived]:

@@ -207,6 +207,8 @@ def parse_text(text: str, kind: Kind) -> Any:
     lowered = {choice.lower(): choice for choice in kind.choices}
     if bool in kind.scalars and kind.choices and text.lower() in lowered:
         return lowered[text.lower()]
+    if {int, float} <= kind.scalars:  # the spelling tells a count from a share
+        return read_int(text) if _INTEGER.fullmatch(text.strip()) else read_float(text.strip())
     readers: list[tuple[type, Callable[[str], Any]]] = [
         (bool, read_bool),
         (int, read_int),

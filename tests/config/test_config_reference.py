@@ -147,7 +147,6 @@ def test_the_tuning_shape_loads_with_old_switches_under_training(tmp_path: Path)
         (["--parallel.ep_size", "8"], "expert parallelism"),
         (["--parallel.cp_size", "32"], "context parallelism"),
         (["--parallel.tp_size", "2"], "tensor parallelism"),
-        (["--data.packing", "true"], "packing"),
         (["--training.router_aux_loss_coef", "0.001"], "load-balancing"),
         (["--model.quant_recipe_name", "mxfp8"], "low-precision"),
         (["--model.quant_converters", "quantize.linear.mx", "quantize.moe.mx"], "low-precision"),

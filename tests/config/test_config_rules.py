@@ -22,7 +22,6 @@ from shardyard.config.values import kind_of
             ["data.reset_attention_mask", "data.append_eod"],
         ),
         ("training: {stage: pt}", ["training.stage", "data.data_manager_type"]),
-        ("data: {data_manager_type: mg}", ["training.stage", "data.data_manager_type"]),
         (
             "training: {warmup_steps: 5, warmup_ratio: 0.1}",
             ["training.warmup_steps", "training.warmup_ratio"],
@@ -87,21 +86,21 @@ def test_values_out_of_range_are_refused_by_name(tmp_path: Path, setting: str) -
 
 
 def test_all_rules_speak_at_once(tmp_path: Path) -> None:
-    text = "training:\n  max_steps: 0\n  seed: x\n  optimizer: muon\ndata:\n  packing: true\n"
+    text = "training:\n  max_steps: 0\n  seed: x\n  optimizer: muon\ndata:\n  val_size: 1.0\n"
     assert fault_of(tmp_path, text).split("\n  ")[1:] == [
         "run.yaml:2:14  training.max_steps: 0 would train nothing; "
         "give a number of updates, or -1 for epochs",
         "run.yaml:3:9  training.seed: 'x' is not a whole number",
         "run.yaml:4:14  training.optimizer: muon asks for the Muon optimizer "
         "which comes with a later release; use another value",
-        "run.yaml:6:12  data.packing: true asks for packing which comes with a later release; "
-        "use its default, false",
+        "run.yaml:6:13  data.val_size: 1.0 is neither a share (below 1) nor a number of samples; "
+        "write 0.1 for a tenth, or 1 for one sample",
     ]
 
 
 OTHER_VALUES = {
-    "model.init_special_tokens": "desc_init", "model.quant_recipe_name": "mxfp8", "data.split": "99,1,0",
-    "model.fsdp_low_precision_all_gather_mode": "all", "data.mix_strategy": "interleave_under",
+    "model.init_special_tokens": "desc_init", "model.quant_recipe_name": "mxfp8",
+    "model.fsdp_low_precision_all_gather_mode": "all",
     "model.enable_fsdp_low_precision_all_gather": "false",
 }  # fmt: skip
 
@@ -234,8 +233,3 @@ def test_family_operators_are_refused_for_other_families(tmp_path: Path, key: st
     assert f"optimization.{key}: is for model.model_id" in fault
     load(tmp_path, f"model: {{model_id: deepseek_v4}}\noptimization: {{{key}: true}}")
     load(tmp_path, f"model: {{model_id: qwen3}}\noptimization: {{{key}: false}}")
-
-
-def test_an_unknown_template_is_refused_with_the_names(tmp_path):
-    assert "qwen3" in fault_of(tmp_path, "data: {template: qwen4}")
-    assert "later" in fault_of(tmp_path, "data: {template: gpt}")

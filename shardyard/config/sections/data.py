@@ -9,24 +9,26 @@ from pydantic import field_validator
 
 from shardyard.config.sections.base import Section, setting
 
-DatasetSpec = dict[str, Any] | tuple[str, ...] | str
-"""One inline dataset entry, one name or path, or several of them."""
+DatasetSpec = dict[str, Any] | tuple[str | dict[str, Any], ...] | str
+"""One inline dataset entry, one name or path, or a list of either kind."""
 
 
 class DataConfig(Section):
     """The training data."""
 
-    template: Literal["qwen3", "gpt", "empty"] | None = setting(
+    template: str | None = setting(
         None,
-        "Chat template: qwen3, gpt or empty. Null uses the tokenizer's own.",
-        "对话模板：qwen3、gpt 或 empty。null 表示使用分词器自带的模板。",
+        "Chat template: a name of docs/templates.md, or a template file (.yaml, .jinja). Null uses the "
+        "tokenizer's own.",
+        "对话模板：docs/templates.md 中的名称，或模板文件（.yaml、.jinja）。null 表示使用分词器自带的模板。",
     )
     dataset: DatasetSpec | None = setting(
         None,
         "What to train on: names of dataset_info.json, files, folders or globs (a list, or one text with "
-        "commas), or an inline entry such as `{file_name: train.jsonl, formatting: sharegpt}`.",
+        "commas), inline entries such as `{file_name: train.jsonl, formatting: sharegpt}`, or a list of "
+        "both.",
         "训练数据：dataset_info.json 中的名称、文件、目录或通配符（列表或逗号分隔），"
-        "或内联条目，例如 `{file_name: train.jsonl, formatting: sharegpt}`。",
+        "内联条目，例如 `{file_name: train.jsonl, formatting: sharegpt}`，或两者的列表。",
         path=True,
     )
     eval_dataset: DatasetSpec | None = setting(
@@ -34,30 +36,45 @@ class DataConfig(Section):
     )
     dataset_dir: str = setting(
         "./configs/fsdp2/data",
-        "Folder of dataset_info.json and the files it names.",
-        "dataset_info.json 及其数据文件所在目录。",
+        "Folder of dataset_info.json and the files it names; `ONLINE`: every name is a repository of the "
+        "hub; "
+        "`REMOTE:<repo>`: dataset_info.json lies in that repository.",
+        "dataset_info.json 及其数据文件所在目录；`ONLINE`：名称均为 Hub 仓库；`REMOTE:<仓库>`："
+        "dataset_info.json 位于该仓库。",
         path=True,
     )
     cutoff_len: int = setting(
-        2048, "Longest sample, in tokens; longer ones are truncated.", "样本最大词元数；超出部分截断。", ge=1
+        2048,
+        "Longest sample, in tokens; longer rows are truncated, longer documents are split.",
+        "样本最大词元数；过长的对话被截断，过长的文档被切分。",
+        ge=1,
     )
     train_on_prompt: bool = setting(False, "Train the prompt's tokens too.", "提示部分也计入损失。")
     mask_history: bool = setting(False, "Train the last turn only.", "只训练最后一轮。")
     streaming: bool = setting(False, "Read rows while training instead of before it.", "训练时流式读取数据。")
     buffer_size: int = setting(
-        16384, "Rows of the buffer that a stream is shuffled in.", "流式读取的打乱缓冲区行数。", ge=1
+        16384,
+        "Rows of a window in which a stream is shuffled (and packed).",
+        "流式读取时打乱（及拼接）的窗口行数。",
+        ge=1,
     )
     mix_strategy: Literal["concat", "interleave_under", "interleave_over"] = setting(
         "concat", "How several datasets are joined.", "多个数据集的混合方式。"
     )
     interleave_probs: str | None = setting(
-        None, "Shares of the interleaved datasets, as a comma list.", "交错混合时各数据集的概率，逗号分隔。"
+        None,
+        "Shares of the interleaved datasets, as a comma list; null gives each the same.",
+        "交错混合时各数据集的概率，逗号分隔；null 表示相等。",
     )
     overwrite_cache: bool = setting(
         False, "Tokenise again even if the cache holds the result.", "忽略缓存，重新分词。"
     )
     preprocessing_batch_size: int = setting(
-        1000, "Rows that a preprocessing worker takes at a time.", "预处理每批行数。", ge=1
+        1000,
+        "Rows that a preprocessing worker takes at a time, and samples of the window that packs are cut "
+        "from.",
+        "预处理每批行数，也是拼接的窗口样本数。",
+        ge=1,
     )
     preprocessing_num_workers: int | None = setting(
         None,
@@ -72,23 +89,29 @@ class DataConfig(Section):
     ignore_pad_token_for_loss: bool = setting(
         True, "Leave padding tokens out of the loss.", "填充词元不计入损失。"
     )
-    val_size: float = setting(
+    val_size: int | float = setting(
         0.0,
-        "Part of the data kept for validation: a share below 1, or a number of rows.",
-        "留作验证的数据：小于 1 为比例，否则为行数。",
+        "Part of the data kept for validation: a share below 1, or a whole number of samples.",
+        "留作验证的数据：小于 1 为比例，整数为样本数。",
         ge=0,
     )
     eval_on_each_dataset: bool = setting(
-        False, "Report the validation loss of each dataset.", "分别报告各数据集的验证损失。"
+        False, "Report the validation loss of each dataset apart.", "分别报告各数据集的验证损失。"
     )
-    packing: bool = setting(False, "Fill each sequence with several samples.", "把多个样本拼接成一条序列。")
+    packing: bool = setting(
+        False,
+        "Fill each sequence with several samples, which do not see each other.",
+        "把多个样本拼接成一条序列，样本之间互不可见。",
+    )
     neat_packing: bool = setting(
-        False, "Packing whose samples do not see each other.", "样本之间互不可见的拼接。"
+        False,
+        "The same as packing: packed samples never see each other here.",
+        "等同于 packing：拼接的样本互不可见。",
     )
-    tool_format: Literal["default", "qwen"] | None = setting(
+    tool_format: str | None = setting(
         None,
-        "How tools and calls are written; null takes the template's way.",
-        "工具及其调用的书写格式；null 表示按模板。",
+        "How tools and calls are written, by a name of docs/templates.md; null takes the template's way.",
+        "工具及其调用的书写格式（docs/templates.md 中的名称）；null 表示按模板。",
     )
     default_system: str | None = setting(
         None,
@@ -119,13 +142,19 @@ class DataConfig(Section):
         "lf 读取对话用于微调，mg 读取词元流用于预训练。",
     )
     split: str = setting(
-        "100,0,0", "Shares of the stream for training, validation and test.", "训练、验证、测试的划分比例。"
+        "100,0,0",
+        "Shares of the documents for training, validation and test (mg).",
+        "文档划分为训练、验证、测试的比例（mg）。",
     )
     create_attention_mask_in_dataloader: bool = setting(
-        False, "Make the attention mask matrix in the data loader.", "在数据加载器中生成注意力掩码。"
+        False,
+        "Refused: attention is told where documents end, so no mask matrix is made.",
+        "不支持：注意力直接获知文档边界，无需掩码矩阵。",
     )
     no_shared_storage: bool = setting(
-        False, "Build the index of the stream on each node.", "在每个节点上分别构建索引。"
+        False,
+        "Nodes share no files, so each prepares the data; excludes data_shared_file_system.",
+        "各节点不共享文件，分别准备数据；与 data_shared_file_system 互斥。",
     )
     dataloader_type: Literal["single"] = setting(
         "single", "Order of the stream; single is the only one.", "数据流的读取方式，仅支持 single。"
@@ -142,8 +171,20 @@ class DataConfig(Section):
     )
     cross_document_attention: bool = setting(
         False,
-        "Packed documents see each other, as in the reference.",
-        "拼接的文档互相可见（与参考实现一致）。",
+        "Packed samples see each other, as in the reference.",
+        "拼接的样本互相可见（与参考实现一致）。",
+    )
+    index_compat: Literal["megatron"] | None = setting(
+        None,
+        "`megatron` gives the very samples that megatron-core gives for this seed (mg); null is ours, which "
+        "keeps the last window and shuffles anew in each epoch.",
+        "`megatron` 使样本与 megatron-core 同一种子完全一致（mg）；null 为本项目方式：保留最后的窗口，"
+        "每轮重新打乱。",
+    )
+    on_bad_row: Literal["stop", "skip"] = setting(
+        "stop",
+        "At a row that cannot be read: stop with its file and line, or skip and count it.",
+        "遇到无法读取的行：报出文件与行号并停止，或跳过并计数。",
     )
 
     @field_validator("dataset", "eval_dataset", mode="before")

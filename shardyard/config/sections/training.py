@@ -161,3 +161,40 @@ class TrainingConfig(Section):
         "Move a run that is already in output_dir aside, to `<dir>.old-<time>`; nothing is deleted.",
         "output_dir 已有运行时，将其移到 `<dir>.old-<时间>`；不删除任何内容。",
     )
+    eval_steps: int | None = setting(
+        None,
+        "Updates between validations; null validates at each epoch's end, and always at the run's end. Needs "
+        "data.eval_dataset, data.val_size or a validation share in data.split.",
+        "验证间隔步数；null 表示每轮结束时验证，训练结束时总会验证。需要 data.eval_dataset、data.val_size 或 "
+        "data.split 中的验证份额。",
+        ge=1,
+    )
+    eval_on_start: bool = setting(False, "Validate before the first update too.", "第一步之前也做验证。")
+    per_device_eval_batch_size: int | None = setting(
+        None,
+        "Samples of a validation batch, on each rank; null takes per_device_train_batch_size.",
+        "每卡验证批的样本数；null 取 per_device_train_batch_size。",
+        ge=1,
+    )
+    early_stopping_patience: int | None = setting(
+        None,
+        "Stop after this many validations in a row without a lower loss; null never stops early.",
+        "连续多少次验证损失未下降后停止；null 表示不提前停止。",
+        ge=1,
+    )
+    early_stopping_min_delta: float = setting(
+        0.0,
+        "What counts as lower: the loss must fall by more than this.",
+        "损失下降超过该值才算改善。",
+        ge=0,
+    )
+    keep_best_checkpoint: bool = setting(
+        False,
+        "Save a checkpoint at each lowest validation loss and keep the best one, named by checkpoints/best.",
+        "验证损失创新低时保存检查点并保留最佳者，由 checkpoints/best 指明。",
+    )
+    load_best_model_at_end: bool = setting(
+        False,
+        "Export the weights of the best checkpoint rather than the last ones; needs keep_best_checkpoint.",
+        "导出最佳检查点而非最后的权重；需同时设置 keep_best_checkpoint。",
+    )
