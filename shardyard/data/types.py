@@ -26,12 +26,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. ``reasoning`` is a thought given apart from the content (OpenAI's ``reasoning_content``)."""
+    """One turn. ``reasoning`` is a thought given apart from the content (OpenAI's ``reasoning_content``);
+    ``train`` is False for a reply that is context only (``weight: 0`` or ``train: false`` in the row).
+    """
 
     role: Literal["user", "assistant", "tool"]
     content: str
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    train: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,24 @@ class Conversation:
     system: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     where: str = ""
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """One row of preference data: two replies to the same prompt, which ends with a user's turn or a tool's
+    result. ``where`` as in ``Conversation``.
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: Message
+    rejected: Message
+    system: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    where: str = ""
+
+    def conversation(self, reply: Message) -> Conversation:
+        """The prompt and one of the two replies."""
+        return Conversation((*self.prompt, reply), self.system, self.tools, self.where)
 
 
 @dataclass(frozen=True)
