@@ -13,16 +13,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from shardyard.data.sampler import ElasticSampler, GlobalBatch, split_over_ranks
+from shardyard.data.sampler import GlobalBatch, Sampler, Unit, split_over_ranks
 from shardyard.data.types import IGNORE_INDEX, MicroBatch, Sample, StepBatch
 from shardyard.data.workers import quiet_forks
 from shardyard.errors import UserError
 
 
 class Samples(Protocol):
-    """Whatever holds samples: a ``SampleStore``, or a list in a test."""
-
-    def __len__(self) -> int: ...
+    """Whatever gives samples by number: a ``SampleStore``, windows of a token stream, a list in a test."""
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
@@ -30,10 +28,9 @@ class Samples(Protocol):
 def collate(samples: Sequence[Sample], sample_ids: Sequence[int], filler_token: int) -> MicroBatch:
     """Lay R samples end to end as one micro-batch; positions restart at 0 in each document.
 
-    Without samples: the filler, one ``filler_token`` that has no label and no sample id.
+    ``sample_ids`` are the numbers of the samples in it (more than R where packs are merged). Without samples:
+    the filler, one ``filler_token`` that has no label and no sample id.
     """
-    if len(samples) != len(sample_ids):
-        raise ValueError(f"{len(samples)} samples came with {len(sample_ids)} ids")
     if not samples:
         samples = [
             Sample(np.array([filler_token], np.int32), np.array([IGNORE_INDEX], np.int32), doc_lens=(1,))
@@ -56,6 +53,13 @@ def collate(samples: Sequence[Sample], sample_ids: Sequence[int], filler_token: 
     )
 
 
+def merged(samples: Sequence[Sample]) -> Sample:
+    """The samples of a pack as one attention segment, for ``data.cross_document_attention``."""
+    input_ids = np.concatenate([sample.input_ids for sample in samples])
+    labels = np.concatenate([sample.labels for sample in samples])
+    return Sample(input_ids, labels, (len(input_ids),))
+
+
 def restarting_positions(doc_lens: Sequence[int]) -> np.ndarray:
     """0, 1, ... within each document, int64 [T]."""
     lengths = np.asarray(doc_lens, dtype=np.int64)
@@ -72,13 +76,13 @@ class BatchLoader:
 
     ``start_step`` (updates made before ``start_cursor``) matters only to ``max_steps`` runs that resume: the
     loader gives ``sampler.last_step(...) - start_step`` batches; by default it is what this sampler makes of
-    the cursor.
+    the cursor. ``merge_packs`` lets the samples of a pack see each other.
     """
 
     def __init__(
         self,
         store: Samples,
-        sampler: ElasticSampler,
+        sampler: Sampler,
         *,
         dp_rank: int,
         dp_size: int,
@@ -90,6 +94,7 @@ class BatchLoader:
         pin_memory: bool = False,
         persistent_workers: bool = False,
         filler_token: int = 0,
+        merge_packs: bool = False,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is not one of {dp_size} ranks")
@@ -108,7 +113,7 @@ class BatchLoader:
         self._num_steps = sampler.steps_from(start_cursor, start_step)
         self._epoch = _EpochBatches()
         self._loader = DataLoader(
-            cast(Any, _RankShare(store, dp_rank, dp_size, per_device, filler_token)),
+            cast(Any, _RankShare(store, dp_rank, dp_size, per_device, filler_token, merge_packs)),
             batch_size=None,
             sampler=self._epoch,
             collate_fn=cast(Any, _as_it_is),
@@ -151,9 +156,9 @@ class _EpochBatches:
     """The DataLoader's sampler: the batches from a cursor to the end of its epoch, at most ``limit``."""
 
     def __init__(self) -> None:
-        self._args: tuple[ElasticSampler, int, int] | None = None
+        self._args: tuple[Sampler, int, int] | None = None
 
-    def begin(self, sampler: ElasticSampler, cursor: int, limit: int) -> None:
+    def begin(self, sampler: Sampler, cursor: int, limit: int) -> None:
         self._args = (sampler, cursor, limit)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -176,11 +181,20 @@ class _RankShare:
     dp_size: int
     per_device: int
     filler_token: int
+    merge_packs: bool
 
     def __getitem__(self, batch: GlobalBatch) -> _Loaded:
-        rows = split_over_ranks(batch, dp_rank=self.dp_rank, dp_size=self.dp_size, per_device=self.per_device)
-        micro_batches = [collate([self.store[i] for i in ids], ids, self.filler_token) for ids in rows]
-        return _Loaded.pack(micro_batches, batch)
+        shares = split_over_ranks(
+            batch.units, dp_rank=self.dp_rank, dp_size=self.dp_size, per_device=self.per_device
+        )
+        return _Loaded.pack([self._micro_batch(units) for units in shares], batch)
+
+    def _micro_batch(self, units: Sequence[Unit]) -> MicroBatch:
+        samples = [[self.store[index] for index in unit] for unit in units]
+        if self.merge_packs:
+            samples = [[merged(pack)] for pack in samples]
+        ids = [index for unit in units for index in unit]
+        return collate([sample for pack in samples for sample in pack], ids, self.filler_token)
 
 
 @dataclass(frozen=True)

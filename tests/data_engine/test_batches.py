@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardyard.data.batches import BatchLoader, collate
+from shardyard.data.order import EpochOrder, PackedOrder
 from shardyard.data.sampler import ElasticSampler
 from shardyard.data.types import IGNORE_INDEX, Sample
 from shardyard.errors import UserError
@@ -30,10 +31,8 @@ def make_loader(store, sampler, **options):
 
 def make_sampler(num_samples, global_batch, epochs=1.0, max_steps=-1):
     return ElasticSampler(
-        num_samples,
+        EpochOrder(num_samples, seed=3, shuffle=True),
         global_batch=global_batch,
-        seed=3,
-        shuffle=True,
         drop_last=False,
         num_train_epochs=epochs,
         max_steps=max_steps,
@@ -213,3 +212,19 @@ def test_options_that_only_workers_have_are_refused_without_workers():
         make_loader(store, make_sampler(1, 1), persistent_workers=True)
     with pytest.raises(UserError, match="dataloader_prefetch_factor"):
         make_loader(store, make_sampler(1, 1), prefetch_factor=2)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_pack_is_one_unit_whose_samples_part_or_merge(merge):
+    lengths = np.array([3, 2, 2, 1])
+    order = PackedOrder(EpochOrder(4, seed=0, shuffle=False), lengths, capacity=4, window=4)
+    sampler = ElasticSampler(order, global_batch=2, drop_last=False, num_train_epochs=1.0, max_steps=-1)
+    store = [make_sample(index, int(length)) for index, length in enumerate(lengths)]
+    (step,) = make_loader(store, sampler, merge_packs=merge)
+    (batch,) = step.micro_batches
+    assert (step.start, step.end) == (0, 2), "packs are what a batch counts"
+    assert batch.sample_ids == (0, 3, 1, 2)
+    assert batch.input_ids.tolist() == [0, 1, 2, 300, 100, 101, 200, 201]
+    assert batch.labels.tolist() == [1, 2, -100, -100, 101, -100, 201, -100]
+    assert batch.doc_lens == ((4, 4) if merge else (3, 1, 2, 2))
+    assert batch.position_ids.tolist() == ([0, 1, 2, 3] * 2 if merge else [0, 1, 2, 0, 0, 1, 0, 1])
