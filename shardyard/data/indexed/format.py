@@ -62,8 +62,8 @@ class IndexedReader:
         """All token ids end to end, in the type of the file."""
         if not (self._num_tokens or allow_empty):
             raise UserError(
-                f"{self._bin} holds no token ({len(self)} sequences, {self.num_documents} documents); see what "
-                "was dropped when it was made"
+                f"{self._bin} holds no token ({len(self)} sequences, {self.num_documents} documents); see "
+                "what was dropped when it was made"
             )
 
     def __len__(self) -> int:
@@ -191,8 +191,8 @@ class IndexedReader:
         if position != bin_size:
             raise UserError(
                 f"{self._bin} is damaged or belongs to another index: {self._idx.name} describes {position} "
-                f"bytes ({position // self.dtype.itemsize} tokens of {self.dtype.itemsize}), it has {bin_size}; "
-                "copy both again or preprocess their source again"
+                f"bytes ({position // self.dtype.itemsize} tokens of {self.dtype.itemsize}), it has "
+                f"{bin_size}; copy both again or preprocess their source again"
             )
         return position // self.dtype.itemsize
 
