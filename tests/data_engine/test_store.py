@@ -9,7 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from shardyard.data.store import FORMAT, SampleBlock, SampleStore, StoreWriter, read_manifest
+from shardyard.data.folders import read_manifest
+from shardyard.data.store import FORMAT, SampleBlock, SampleStore, StoreWriter
 from shardyard.data.types import Sample
 from shardyard.errors import UserError
 
