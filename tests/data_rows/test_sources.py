@@ -106,24 +106,32 @@ def test_several_files_and_globs_keep_their_order_and_no_file_comes_twice(tmp_pa
     ("dataset", "message"),
     [
         ({"file_name": "none.jsonl"}, "no such file or folder: none.jsonl in"),
-        ("*.jsonl", "glob matches none of the json, jsonl and parquet"),
+        ("*.jsonl", "glob matches none of the json, jsonl, csv, parquet and arrow"),
         ("folder", "folder holds none|holds none of the json"),
         ("zero.jsonl", r"zero.jsonl is empty \(0 bytes\)"),
-        ("x.csv", "csv comes with the data release"),
+        ("x.parquet.gz", "has no type that is read"),
         ("x.bin", "neither a file|no type that is read"),
         ({"file_name": ["x.json", "x.txt"]}, "must be of one type, found .*x.json, .*x.txt"),
         ({"file_nam": "x.json"}, "unknown key 'file_nam'; did you mean 'file_name'"),
-        ({"hf_hub_url": "a/b"}, "hf_hub_url: comes with the data release"),
+        ({"hf_hub_url": ["a/b"]}, "hf_hub_url: must be the name of one repository"),
         ({"script_url": "x.py"}, "scripts run code and are not read"),
         ({"formatting": "alpaca"}, "no file_name"),
         ({"file_name": "x.json", "formatting": "chatml"}, "'chatml' is not one of alpaca, sharegpt, openai"),
-        ({"file_name": "x.json", "ranking": True}, "preference pairs come with a later release"),
+        ({"file_name": "x.json", "ranking": "yes"}, "ranking: must be true or false, found 'yes'"),
+        (
+            {"file_name": "x.json", "ranking": True, "columns": {"rejected": None}},
+            "columns.rejected: null, but ranking: true needs this column",
+        ),
+        ({"file_name": "x.json", "subset": "en"}, "subset: is for data sets of a hub, not for file_name"),
+        ({"file_name": "x.json", "split": 3}, "split: must be a name, found 3"),
+        ({"cloud_file_name": "http://x/a.json"}, "must begin with one of s3://, gs://, gcs://; found 'http:"),
+        ({"cloud_file_name": [3]}, "cloud_file_name: must be a name or a list of names"),
         ({"file_name": "x.json", "num_samples": 0}, "num_samples: must be a whole number from 1"),
         ({"file_name": "x.json", "num_samples": True}, "num_samples: must be a whole number from 1"),
         ({"file_name": "x.json", "columns": {"promt": "q"}}, "unknown key 'promt'; did you mean 'prompt'"),
         ({"file_name": "x.json", "columns": "q"}, "must be a mapping of names"),
         ({"file_name": "x.json", "tags": {"user_tag": 3}}, "tags.user_tag: must be a text, found 3"),
-        ({"file_name": "x.json", "split": "test"}, "local files have the split 'train' only"),
+        ({"file_name": "x.json", "split": "test"}, "split: 'test': file_name has the split 'train' only"),
         ({"file_name": 3}, "file_name: must be a path"),
         ({}, "nothing to train on"),
         ("", "nothing to train on"),
@@ -134,7 +142,7 @@ def test_several_files_and_globs_keep_their_order_and_no_file_comes_twice(tmp_pa
 def test_a_wrong_entry_gets_one_clear_message(dataset: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path / "zero.jsonl", "")
-    for name in ("x.csv", "x.json", "x.txt", "x.bin"):
+    for name in ("x.parquet.gz", "x.json", "x.txt", "x.bin"):
         write(tmp_path / name, "x")
     if dataset == "*.jsonl":
         (tmp_path / "zero.jsonl").unlink()

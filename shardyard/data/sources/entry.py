@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardyard.data.sources.files import file_type
 from shardyard.errors import UserError
 
 FORMATS = ("alpaca", "sharegpt", "openai")
@@ -19,8 +20,8 @@ NAMED = TypeVar("NAMED", "Columns", "Tags")
 class Columns:
     """The column that holds each part of a row; None: this dataset has no such part.
 
-    The first four belong to Alpaca rows, ``messages`` to ShareGPT and OpenAI rows; ``text`` is the column of
-    a pretraining document.
+    The first four belong to Alpaca rows, ``messages`` to ShareGPT and OpenAI rows, ``chosen`` and
+    ``rejected`` to preference pairs; ``text`` is the column of a pretraining document.
     """
 
     prompt: str | None = "instruction"
@@ -30,6 +31,8 @@ class Columns:
     messages: str | None = "conversations"
     system: str | None = None
     tools: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
     text: str | None = "text"
 
 
@@ -55,7 +58,8 @@ class DatasetEntry:
     """One dataset, resolved: ``files`` exist, are of one type and stand in the order in which they are read.
 
     ``num_samples`` rows are taken (None: all), see ``rows.iter_rows``. ``named_columns`` are the keys that
-    the user wrote under ``columns`` (None: wrote no ``columns`` at all).
+    the user wrote under ``columns`` (None: wrote no ``columns`` at all). ``ranking``: its rows are preference
+    pairs, a prompt with a chosen and a rejected reply.
     """
 
     name: str
@@ -65,11 +69,12 @@ class DatasetEntry:
     tags: Tags = Tags()
     num_samples: int | None = None
     named_columns: tuple[str, ...] | None = None
+    ranking: bool = False
 
     @property
     def suffix(self) -> str:
-        """The type of its files: ``.json``, ``.jsonl``, ``.parquet`` or ``.txt``."""
-        return self.files[0].suffix.lower()
+        """The type of its files, one of ``files.TYPES``: that of ``a.jsonl.gz`` is ``.jsonl``."""
+        return file_type(self.files[0])
 
 
 def named(defaults: NAMED, given: Any, what: str, ignored: Iterable[str] = ()) -> NAMED:
