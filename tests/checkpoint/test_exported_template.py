@@ -98,7 +98,7 @@ def test_it_renders_what_was_trained(
     conversation = CONVERSATIONS[name]
     given: list[int] = []
     replies = [number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
-    for number, (prompt, reply) in zip(replies, turns, strict=True):
+    for number, (prompt, reply, *_) in zip(replies, turns, strict=True):
         # null gives the empty thought to replies without one only, which a prompt cannot know
         thinking = enable_thinking is not False and not tokenizer.decode(prompt).endswith("</think>\n\n")
         asked = {} if enable_thinking is not None else {"enable_thinking": thinking}

@@ -167,13 +167,11 @@ def test_a_tokenizer_without_the_templates_tokens_is_refused(missing: str) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"template": "gpt"}, "gpt comes with the data release"),
-        ({"template": "empty"}, "empty comes with the data release"),
-        ({"template": "llama3"}, "not a template"),
-        ({"template": "qwen3", "tool_format": "default"}, "data.tool_format: 'default'"),
+        ({"template": "qwen33"}, "'qwen33' is not a template; did you mean qwen3?"),
+        ({"template": "qwen3", "tool_format": "defualt"}, "data.tool_format: 'defualt' is not a tool format"),
     ],
 )
-def test_what_is_not_there_yet_is_refused_by_name(options: dict[str, str], message: str) -> None:
+def test_what_does_not_exist_is_refused_by_name(options: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Encoder(byte_tokenizer(), **options)  # type: ignore[arg-type]
 

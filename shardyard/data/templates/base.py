@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple, Protocol
 
+from shardyard.data.templates.tokens import Hidden, TextTokenizer
 from shardyard.data.types import Conversation
 
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -17,7 +18,39 @@ class Turn(NamedTuple):
     prompt: list[int]
     """Ids since the previous reply: given, not trained."""
     reply: list[int]
-    """Ids of the reply and its terminator: trained."""
+    """Ids of the reply and its terminator: trained, unless the row says otherwise."""
+    trained: bool = True
+    """False for a reply that the row gives as context only."""
+    lost_thought: bool = False
+    """The reply's thought is in the row but not in the text."""
+
+
+class SampleWriter:
+    """Texts -> turns: cuts each reply out of the ids of the whole text up to its end.
+
+    Replies whose texts, and ids, extend one another share a sample; one that does not (the template rewrites
+    earlier turns, or a token spans the joint) begins a new sample, with all that stands before it as prompt.
+    """
+
+    def __init__(self, tokens: TextTokenizer, hidden: Hidden) -> None:
+        self._tokens = tokens
+        self._hidden = hidden
+        self.samples: list[list[Turn]] = []
+        self._text = ""
+        self._ids: list[int] = []
+
+    def add(self, before: str, through: str, *, trained: bool = True, lost_thought: bool = False) -> None:
+        """The reply that ``through`` adds to ``before``. Raises NotUsable if no token begins there."""
+        through_ids = self._tokens.ids(through, self._hidden)
+        start = self._tokens.boundary(before, through, through_ids, self._hidden)
+        shared = len(self._ids)
+        extends = through.startswith(self._text) and through_ids[:shared] == self._ids and shared <= start
+        if not self.samples or not extends:
+            self.samples.append([])
+            shared = 0
+        turn = Turn(through_ids[shared:start], through_ids[start:], trained, lost_thought)
+        self.samples[-1].append(turn)
+        self._text, self._ids = through, through_ids
 
 
 class Template(Protocol):

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 from shardyard.data.dropped import NotUsable
-from shardyard.data.templates.base import THOUGHT, Turn, common_prefix, without_thoughts
+from shardyard.data.templates.base import THOUGHT, SampleWriter, Turn, common_prefix, without_thoughts
 from shardyard.data.templates.render import Renderer
 from shardyard.data.templates.tokens import TextTokenizer
 from shardyard.data.types import Conversation, Message
@@ -53,11 +54,13 @@ class ChatTemplate:
         *,
         enable_thinking: bool | None,
         default_system: str | None,
+        chat_template: str | None = None,
     ) -> None:
         self._tokens = tokens
         self._drop_thoughts = enable_thinking is False
         self._default_system = default_system
-        self._renderer = Renderer(tokenizer, enable_thinking)
+        given = {} if chat_template is None else {"chat_template": chat_template}
+        self._renderer = Renderer(tokenizer, enable_thinking, **given)
         self._told_lost_thought = False
         try:
             self._terminator = self._probe_replies()
@@ -71,23 +74,15 @@ class ChatTemplate:
         """One sample, or as many as the template's rewriting of earlier turns asks for."""
         conversation, hidden = self._tokens.hide(self._prepared(conversation))
         self._renderer.require(conversation)
-        samples: list[list[Turn]] = []
-        text, ids = "", []
+        writer = SampleWriter(self._tokens, hidden)
         for number, turn in enumerate(conversation.turns):
             if turn.role != "assistant":
                 continue
             before, through = self._reply_bounds(conversation, number)
             self._check_reply(turn, through[len(before) :])
-            self._tell_lost_thought(turn, through[len(before) :], conversation.where)
-            through_ids = self._tokens.ids(through, hidden)
-            start = self._tokens.boundary(before, through, through_ids, hidden)
-            shared = len(ids)
-            if not samples or not through.startswith(text) or through_ids[:shared] != ids or shared > start:
-                samples.append([])
-                shared = 0
-            samples[-1].append(Turn(through_ids[shared:start], through_ids[start:]))
-            text, ids = through, through_ids
-        return samples
+            lost = self._tell_lost_thought(turn, through[len(before) :], conversation.where)
+            writer.add(before, through, trained=turn.train, lost_thought=lost)
+        return writer.samples
 
     def _prepared(self, conversation: Conversation) -> Conversation:
         """With the default system message, and without thoughts if thinking is off."""
@@ -144,18 +139,21 @@ class ChatTemplate:
         if not turn.tool_calls and not reply.endswith(self._terminator):
             raise NotUsable("the chat template ends this reply in another way than others")
 
-    def _tell_lost_thought(self, turn: Message, reply: str, where: str) -> None:
-        """Warn, once in this process, of a template that leaves out the thought of the reply it ends with."""
+    def _tell_lost_thought(self, turn: Message, reply: str, where: str) -> bool:
+        """Whether the template leaves out this reply's thought; warns of it, once in this process."""
         inline = THOUGHT.search(turn.content)
         thought = turn.reasoning or (inline[0] if inline else "")
         thought = thought.removeprefix("<think>").removesuffix("</think>").strip()
-        if not self._told_lost_thought and thought not in reply:
+        if thought in reply:
+            return False
+        if not self._told_lost_thought:
             self._told_lost_thought = True
             _log.warning(
                 "the tokenizer's chat template leaves out thoughts that rows hold, %s the first: such "
                 "replies are trained without them",
                 where,
             )
+        return True
 
     def _probe_replies(self) -> str:
         """What the template writes after a reply; tells of what a user should know about it."""
@@ -214,4 +212,4 @@ def _without_thought(turn: Message) -> Message:
     content = without_thoughts(turn.content)
     if not content.strip() and not turn.tool_calls:
         raise NotUsable("a reply without anything but a thought, which enable_thinking: false removes")
-    return Message(turn.role, content, None, turn.tool_calls)
+    return replace(turn, content=content, reasoning=None)

@@ -161,7 +161,9 @@ def _map_texts(conversation: Conversation, change: Callable[[str], str]) -> Conv
             ToolCall(change(call.name), _map_value(call.arguments, change)) for call in message.tool_calls
         )
         reasoning = None if message.reasoning is None else change(message.reasoning)
-        return Message(message.role, change(message.content), reasoning, tuple(calls))
+        return dataclasses.replace(
+            message, content=change(message.content), reasoning=reasoning, tool_calls=tuple(calls)
+        )
 
     system = None if conversation.system is None else change(conversation.system)
     return Conversation(
