@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from datetime import timedelta
 
 logger = logging.getLogger("shardyard.data")
 
@@ -64,3 +65,72 @@ class Progress:
             f"tokenising: {self._done}/{self._total} {self._unit}, {speed:.0f} {self._unit}/s, {left:.0f} s "
             "left"
         )
+
+
+class InputProgress:
+    """How much of an input of ``total`` bytes is tokenised, with the speed and the time that is left.
+
+    ``done`` bytes were tokenised by an earlier run. Elsewhere than on a terminal a line is logged every few
+    seconds, or every ``every_documents`` documents. Use as a context manager.
+    """
+
+    def __init__(self, total: int, *, done: int = 0, every_documents: int | None = None) -> None:
+        self._total = total
+        self._bytes = self._done_before = done
+        self._documents = self._tokens = 0
+        self._every_documents = every_documents
+        self._lines_before = 0
+        self._began = self._last_line = time.monotonic()
+        self._bar = None
+
+    def __enter__(self) -> InputProgress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+            self._bar = Progress(
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.description}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task("tokenising", total=self._total, completed=self._bytes)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, input_bytes: int, documents: int, tokens: int) -> None:
+        """Count a batch that is done."""
+        self._bytes += input_bytes
+        self._documents += documents
+        self._tokens += tokens
+        now = time.monotonic()
+        if self._bar is not None:
+            line = self.line(now - self._began)
+            self._bar.update(self._task, completed=self._bytes, description=line)
+        elif self._is_due(now):
+            self._last_line = now
+            logger.info("tokenising: %s", self.line(now - self._began))
+
+    def line(self, seconds: float) -> str:
+        """The state after ``seconds`` of work."""
+        speed = (self._bytes - self._done_before) / max(seconds, 1e-9)
+        left = max(self._total - self._bytes, 0) / speed if speed else None
+        share = f"{100 * self._bytes / self._total:.1f} %, " if self._total else ""
+        return (
+            f"{share}{self._documents:,} documents, {self._tokens:,} tokens, "
+            f"{self._tokens / max(seconds, 1e-9):,.0f} tokens/s, "
+            + ("time left unknown" if left is None else f"{timedelta(seconds=round(left))} left")
+        )
+
+    def _is_due(self, now: float) -> bool:
+        if self._every_documents is None:
+            return now - self._last_line >= _EVERY
+        lines = self._documents // self._every_documents
+        due = lines > self._lines_before
+        self._lines_before = lines
+        return due

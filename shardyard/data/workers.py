@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -32,10 +33,17 @@ def default_workers(input_bytes: int, local_ranks: int) -> int:
     return max(1, min(cores // max(local_ranks, 1), 8))
 
 
-def ordered_map(work: Callable[[T], R], batches: Iterable[T], *, workers: int) -> Iterator[R]:
+def ordered_map(
+    work: Callable[[T], R],
+    batches: Iterable[T],
+    *,
+    workers: int,
+    setting: str = "data.preprocessing_num_workers",
+) -> Iterator[R]:
     """Yield ``work(batch)`` for each batch, in order, from ``workers`` processes (1: in this one).
 
     ``work`` reaches the processes once, by fork where the system has it, so it may hold a tokenizer.
+    ``setting`` is what the user turns to change ``workers``, for messages.
 
     Raises:
         UserError: a process died.
@@ -52,8 +60,8 @@ def ordered_map(work: Callable[[T], R], batches: Iterable[T], *, workers: int) -
             yield from _in_order(pool, batches, workers * _AHEAD)
         except BrokenProcessPool as error:
             raise UserError(
-                f"data.preprocessing_num_workers: one of {workers} tokenising processes died; most often "
-                f"memory ran out: set fewer of them"
+                f"{setting}: one of {workers} tokenising processes died; most often memory ran out: set "
+                f"fewer of them"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -75,6 +83,7 @@ _work: Callable[[Any], Any] | None = None  # of a tokenising process, set once w
 def _start(work: Callable[[Any], Any]) -> None:
     global _work
     _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends these
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
