@@ -264,7 +264,7 @@ GOOD = json.dumps(ROW)
         ("a.json", f"[{GOOD},\n]", "a.json:2: not valid JSON"),
         ("a.json", f"[{GOOD}]\n[]", "a.json:1: not valid JSON: something follows"),
         ("a.json", f"[{GOOD},\n3]", "a.json:2: a row must be an object"),
-        ("a.json", GOOD.encode("utf-16"), "a.json: not UTF-8"),
+        ("a.json", GOOD.encode("utf-16"), "a.json:1: not UTF-8"),
         ("a.json", "[]", "no rows in"),
         ("a.jsonl", "\n \n", "no rows in"),
         ("a.parquet", "no parquet", "a.parquet: not a readable parquet file"),

@@ -56,15 +56,20 @@ def jsonl_rows(file: Path, skip: Skip) -> Rows:
 
 def json_rows(file: Path, skip: Skip) -> Rows:
     """A JSON array of objects, read element by element; or one object per line, as some name such files."""
-    with open_bytes(file) as stream:
-        window = _Window(file, stream)
-        window.skip_space()
-        if window.at("["):
-            yield from _array_rows(window, skip)
-            return
-        empty = window.is_empty
-    if not empty:
+    if _begins_with(file, b"["):
+        with open_bytes(file) as stream:
+            yield from _array_rows(_Window(file, stream), skip)
+    else:
         yield from jsonl_rows(file, skip)
+
+
+def _begins_with(file: Path, mark: bytes) -> bool:
+    """Whether this is the first of a file's bytes that is no space."""
+    with open_bytes(file) as stream:
+        chunk = stream.read(CHUNK).removeprefix(_BOM)
+        while chunk and not chunk.strip():
+            chunk = stream.read(CHUNK)
+    return chunk.lstrip().startswith(mark)
 
 
 def _is_blank(raw: bytes) -> bool:
@@ -96,6 +101,7 @@ def _as_row(value: Any, where: str) -> Row | BadRow:
 
 def _array_rows(window: _Window, skip: Skip) -> Rows:
     """Malformed JSON ends an array under any policy: where the next row begins cannot be told."""
+    window.skip_space()
     window.advance(1)
     window.skip_space()
     expect_row = not window.at("]")
@@ -176,19 +182,22 @@ class _Window:
                 value, end = _DECODER.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
                 cut_off = error.msg.startswith("Unterminated") or error.pos > len(self._text) - _LOOKAHEAD
+                before = error.pos - self._position
                 if cut_off and self._read_on():
                     continue
-                raise self._malformed(error) from error
+                raise self._malformed(error.msg, before) from error
             except RecursionError as error:
                 raise UserError(f"{self.where()}: the row is nested too deeply") from error
+            length = end - self._position
             if end == len(self._text) and self._text[end - 1] not in "}]" and self._read_on():
                 continue  # a number may go on
-            self.advance(end - self._position)
+            self.advance(length)
             return value
 
-    def _malformed(self, error: json.JSONDecodeError) -> UserError:
-        self.advance(error.pos - self._position)
-        return malformed(self.where(), error.msg, error.pos - self._line_start + 1).error()
+    def _malformed(self, message: str, before: int) -> UserError:
+        """The error ``before`` characters further on."""
+        self.advance(before)
+        return malformed(self.where(), message, self._position - self._line_start + 1).error()
 
     def _read_on(self) -> bool:
         """Read at least as much as is waiting, so that a long row is parsed few times; false at the end."""
@@ -204,17 +213,12 @@ class _Window:
         return len(self._text) > before
 
     def _next_text(self) -> str:
-        pending = len(self._decode.getstate()[0])
+        begin = self._bytes_read - len(self._decode.getstate()[0])
         raw = self._stream.read(CHUNK)
-        if self._bytes_read == 0:
-            self._bytes_read = len(raw)
-            raw = raw.removeprefix(_BOM)
-            begin = self._bytes_read - len(raw)
-        else:
-            begin = self._bytes_read - pending
-            self._bytes_read += len(raw)
+        self._bytes_read += len(raw)
         self._ended = not raw
         try:
-            return self._decode.decode(raw, final=self._ended)
+            text = self._decode.decode(raw, final=self._ended)
+            return text.removeprefix("\ufeff") if begin == 0 else text
         except UnicodeDecodeError as error:
             raise not_utf8(str(self._file), error.reason, begin + error.start).error() from error
