@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from shardyard.config import Config
 
 
+TRUNCATED = "cut to data.cutoff_len"
+LOST_THOUGHT = "a thought left out by the chat template"
+
+
 class Samples(list[Sample]):
-    """The samples of one conversation; ``truncated`` if any token of it was cut off."""
+    """The samples of one conversation; ``truncated`` if any token of it was cut off. ``notes`` say all that
+    was left out of them, in words to count by.
+    """
 
     truncated: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class Encoder:
@@ -31,7 +38,8 @@ class Encoder:
     (``cut_each_turn``); with the tokenizer's own the end of the sample is cut off. Reply tokens that are left
     stay trained, no end token is made up, and a sample without any trained token is dropped.
 
-    ``mask_history`` trains the last reply only, ``train_on_prompt`` everything.
+    Replies are trained unless the row gives them as context only. ``mask_history`` trains the last of these
+    replies only and leaves out what follows it; ``train_on_prompt`` trains all prompts as well.
 
     Raises:
         UserError: see ``build_template``.
@@ -57,6 +65,7 @@ class Encoder:
             default_system=default_system,
             tool_format=tool_format,
             split_special_tokens=split_special_tokens,
+            train_on_prompt=train_on_prompt,
         )
         self._cutoff_len = cutoff_len
         self._train_on_prompt = train_on_prompt
@@ -85,14 +94,18 @@ class Encoder:
         except NotUsable as error:
             return Dropped(str(error), conversation.where)
         if self._mask_history:
-            parts = parts[-1:]
+            parts = _to_last_trained(parts)
         samples = Samples()
+        notes: set[str] = set()
         for turns in parts:
             kept = self._cut(turns)
-            samples.truncated |= _num_tokens(kept) < _num_tokens(turns)
+            if _num_tokens(kept) < _num_tokens(turns):
+                notes.add(TRUNCATED)
             sample = self._label(kept)
             if (sample.labels != IGNORE_INDEX).any():
                 samples.append(sample)
+                notes.update(LOST_THOUGHT for turn in kept if turn.lost_thought and turn.trained)
+        samples.truncated, samples.notes = TRUNCATED in notes, tuple(sorted(notes))
         if not samples:
             reason = "no trained token" + (" left within data.cutoff_len" if samples.truncated else "")
             return Dropped(reason, conversation.where)
@@ -106,11 +119,21 @@ class Encoder:
     def _label(self, turns: list[Turn]) -> Sample:
         input_ids: list[int] = []
         trained: list[bool] = []
-        for number, turn in enumerate(turns):
-            reply_counts = not self._mask_history or number == len(turns) - 1
+        for turn in turns:
             input_ids += turn.prompt + turn.reply
-            trained += [self._train_on_prompt] * len(turn.prompt) + [reply_counts] * len(turn.reply)
+            trained += [self._train_on_prompt] * len(turn.prompt) + [turn.trained] * len(turn.reply)
         return shifted(input_ids, trained)
+
+
+def _to_last_trained(parts: list[list[Turn]]) -> list[list[Turn]]:
+    """The sample that holds the last trained reply, up to it: nothing later can bear on its loss. Earlier
+    replies are context.
+    """
+    for turns in reversed(parts):
+        for last in reversed(range(len(turns))):
+            if turns[last].trained:
+                return [[*(turn._replace(trained=False) for turn in turns[:last]), turns[last]]]
+    return []
 
 
 def shifted(input_ids: list[int], trained: list[bool]) -> Sample:
@@ -131,7 +154,7 @@ def cut_end(turns: Iterable[Turn], room: int) -> list[Turn]:
         prompt = turn.prompt[:room]
         reply = turn.reply[: room - len(prompt)]
         room -= len(prompt) + len(reply)
-        kept.append(Turn(prompt, reply))
+        kept.append(turn._replace(prompt=prompt, reply=reply))
     return kept
 
 
@@ -145,7 +168,7 @@ def cut_each_turn(turns: list[Turn], room: int, *, last_first: bool = False) -> 
         if room <= 0:
             break
         prompt_len, reply_len = share_room(len(turn.prompt), len(turn.reply), room)
-        kept.append(Turn(turn.prompt[:prompt_len], turn.reply[:reply_len]))
+        kept.append(turn._replace(prompt=turn.prompt[:prompt_len], reply=turn.reply[:reply_len]))
         room -= prompt_len + reply_len
     return kept[::-1] if last_first else kept
 

@@ -78,7 +78,7 @@ def test_alpaca_without_a_prompt_is_dropped() -> None:
     assert reason(of(ALPACA, instruction=" ", input=None, output="R")) == "empty prompt"
 
 
-@pytest.mark.parametrize("history", ["x", [["q"]], [["q", "r", "s"]], [{"q": "r"}], 3])
+@pytest.mark.parametrize("history", ["7", [["q"]], [["q", "r", "s"]], [{"q": "r"}], 3])
 def test_alpaca_history_that_is_not_pairs_is_dropped(history: Any) -> None:
     assert (
         reason(of(ALPACA, instruction="I", output="R", history=history)) == "history is not a list of pairs"
@@ -152,7 +152,7 @@ def test_every_other_shape_is_dropped_with_its_reason(roles: tuple[str, ...], wh
     assert reason(sharegpt(*roles)) == why
 
 
-@pytest.mark.parametrize("value", [None, [], "text", ["text"], [{"from": "human"}, 3], {"from": "human"}])
+@pytest.mark.parametrize("value", [None, [], " ", ["text"], [{"from": "human"}, 3], {"from": "human"}, "3"])
 def test_turns_that_are_no_list_of_objects_are_dropped(value: Any) -> None:
     assert reason(of(SHAREGPT, conversations=value)) in ("no turns", "turns are not a list of objects")
 

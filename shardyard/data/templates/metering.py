@@ -1,8 +1,8 @@
 """Calls of a meter, put into a parsed template where jinja2 lets no sandbox in.
 
 The environment has the methods: ``step(cost)`` runs before the body of each loop, ``measured(value)`` around
-what is compared and what filters a loop, ``literal(value)`` around lists, tuples and mappings, ``made(value)``
-around slices, ``joined(*parts)`` in the place of ``~``.
+what is compared and what filters a loop, ``literal(value)`` around lists, tuples and mappings,
+``made(value)`` around slices, ``joined(*parts)`` in the place of ``~``.
 """
 
 from __future__ import annotations
