@@ -21,6 +21,7 @@ from shardyard.data.templates.spec import (
     load_tool_format,
     read_text,
 )
+from shardyard.data.templates.to_jinja import chat_template_text
 from shardyard.data.templates.tokens import TextTokenizer
 from shardyard.errors import UserError
 
@@ -68,7 +69,7 @@ def build_template(
     if default_system and spec.system is None and spec.system_in_user is None:
         raise UserError(f"data.default_system: the template {name} has no place for a system message")
     _check_tokens(name, spec, tools, tokenizer)
-    own = {key: getattr(tokenizer, f"{key}_token") or "" for key in ("bos", "eos")}
+    own = {"bos": tokenizer.bos_token or "", "eos": spec.eos or tokenizer.eos_token or ""}
     template = NamedTemplate(
         name,
         _filled(spec, own),
@@ -106,6 +107,28 @@ def find_template(name: str, tool_format: str | None = None) -> tuple[TemplateSp
             f"{key}: {wanted!r} is not a tool format; use one of {', '.join(known_tool_formats())}"
         )
     return spec, load_tool_format(wanted)
+
+
+def exported_chat_template(
+    name: str | None,
+    *,
+    enable_thinking: bool | None = True,
+    default_system: str | None = None,
+    tool_format: str | None = None,
+) -> str | None:
+    """The jinja of a model trained with ``data.template``: a named template's text, or the user's file.
+
+    None where the tokenizer's own chat template was used. The other values are those of the training.
+
+    Raises:
+        UserError: an unknown name, or a wrong file.
+    """
+    if name is None:
+        return None
+    if name.endswith(_JINJA):
+        return read_text(Path(name).expanduser())
+    spec, tools = find_template(name, tool_format)
+    return chat_template_text(spec, tools, enable_thinking=enable_thinking, default_system=default_system)
 
 
 def _advice(name: str, names: list[str]) -> str:

@@ -38,7 +38,7 @@ _PROBES = ("Aye", "Nay")
 
 
 class ChatTemplate:
-    """See the module.
+    """See the module. ``chat_template`` is a user's, in place of the tokenizer's own.
 
     Raises:
         UserError: the tokenizer has no chat template, or one that cannot be used (with the reason).
@@ -59,8 +59,7 @@ class ChatTemplate:
         self._tokens = tokens
         self._drop_thoughts = enable_thinking is False
         self._default_system = default_system
-        given = {} if chat_template is None else {"chat_template": chat_template}
-        self._renderer = Renderer(tokenizer, enable_thinking, **given)
+        self._renderer = Renderer(tokenizer, enable_thinking, chat_template=chat_template)
         self._told_lost_thought = False
         try:
             self._terminator = self._probe_replies()

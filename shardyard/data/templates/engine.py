@@ -197,12 +197,10 @@ class NamedTemplate:
         return text if text.endswith(ending) else text + ending
 
     def _results(self, results: list[str]) -> str:
-        """Tool results in a row; a template without a form for them has them in a question."""
-        style = self.spec.results
+        """Tool results in a row."""
+        style = self.spec.result_style
         if not results:
             return ""
-        if style is None:
-            return self.spec.separator + fill(self.spec.user, content="\n".join(results))
         written = (fill(style.each, content=result, json=json_text(result)) for result in results)
         return style.before + style.between.join(written) + style.after
 

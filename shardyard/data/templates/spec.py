@@ -167,6 +167,14 @@ class TemplateSpec(_Part):
     """At the end of the system text, in ``tools_slot`` before it, or in front of the first question."""
     tools_slot: str = "{content}"
 
+    @property
+    def result_style(self) -> Results:
+        """``results``, or a question with a line for each of them."""
+        if self.results is not None:
+            return self.results
+        before, _, after = self.user.partition("{content}")
+        return Results(before=self.separator + before, between="\n", after=after)
+
 
 _Spec = TypeVar("_Spec", bound=_Part)
 
