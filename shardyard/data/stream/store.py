@@ -1,0 +1,67 @@
+"""The samples of a stream by number, and what has become of its rows so far."""
+
+from __future__ import annotations
+
+from shardyard.data.report import Dropped, Report
+from shardyard.data.stream.address import place
+from shardyard.data.stream.cache import WindowCache
+from shardyard.data.types import Sample
+
+
+class Taken:
+    """Adds up the windows that the run has entered, each once, in order."""
+
+    def __init__(self, unit: str) -> None:
+        self.report = Report(unit)
+        self._last = (-1, -1)
+
+    def enter(self, epoch: int, window: int, report: Report) -> bool:
+        """Count a window; False if the run has been there before."""
+        if (epoch, window) <= self._last:
+            return False
+        self._last = (epoch, window)
+        self.report = added(self.report, report)
+        return True
+
+
+class StreamStore:
+    """``store[number]`` is a sample, its number an address of the stream (``address``).
+
+    Sent to another process it reads the same windows, and makes one that is absent.
+    """
+
+    def __init__(self, cache: WindowCache, taken: Taken) -> None:
+        self._cache = cache
+        self._taken = taken
+
+    def __getitem__(self, number: int) -> Sample:
+        """Raises IndexError where the stream has no such sample."""
+        epoch, window, sample = place(number)
+        found = self._cache.get(epoch, window)
+        if found is None:
+            raise IndexError(f"epoch {epoch} has no window {window}")
+        return found.sample(sample)
+
+    def report(self) -> Report:
+        """What became of the rows of all windows that this process has taken batches from; a copy that a
+        resumed run begins anew.
+        """
+        return added(Report(self._taken.report.unit), self._taken.report)
+
+
+def added(total: Report, more: Report) -> Report:
+    """The counts of both; of a reason that both have, the place that ``total`` has."""
+    names = ["rows", "truncated", "split", "samples", "tokens", "trained_tokens"]
+    sums = {name: getattr(total, name) + getattr(more, name) for name in names}
+    dropped = {reason: Dropped(drop.count, drop.first) for reason, drop in total.dropped.items()}
+    for reason, drop in more.dropped.items():
+        dropped.setdefault(reason, Dropped(0, drop.first)).count += drop.count
+    shortest = [report.shortest for report in (total, more) if report.samples]
+    return Report(
+        total.unit,
+        **sums,
+        dropped=dropped,
+        shortest=min(shortest, default=0),
+        longest=max(total.longest, more.longest),
+        largest_id=max(total.largest_id, more.largest_id),
+    )
