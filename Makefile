@@ -32,6 +32,7 @@ setup-test: .venv/.installed-test
 
 .venv/.installed-test: .venv/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps trl
 	@touch $@
 
 train: setup
