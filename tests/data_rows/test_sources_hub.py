@@ -56,11 +56,14 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.down = False
         self.downloaded: list[str] = []
         self.tokens: set[str | None] = set()
         self.cache_dirs: set[Any] = set()
 
     def names(self, repo: str, token: str | None) -> list[str]:
+        if self.down:
+            raise ConnectionError("no route")
         self.tokens.add(token)
         if repo not in REPOS:
             raise ConnectionError(f"404: no repository\n{repo}")
@@ -147,7 +150,8 @@ HUBS = {
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """All three clients replaced."""
+    """All three clients replaced, and a home without earlier downloads."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     server = Server(tmp_path / "served")
     for stand_in, _ in HUBS.values():
         for name, replacement in stand_in(server).items():
@@ -224,6 +228,27 @@ def test_without_a_network_the_real_client_gives_one_message(
     with pytest.raises(UserError, match="org/plain cannot be fetched from the Hugging Face hub: ") as caught:
         resolve_datasets({"hf_hub_url": "org/plain"}, str(tmp_path), cache_dir=str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", HUBS)
+def test_without_a_network_the_files_of_the_last_download_are_used(
+    key: str, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset, cache = {key: "org/card", "subset": "en"}, str(tmp_path / "cache")
+    assert prompts(dataset, tmp_path, cache_dir=cache) == [["b", "a1", "a2"]]
+    if key == "hf_hub_url":
+        assert prompts("own", "REMOTE:org/registry", cache_dir=cache) == [["own"]]
+    server.down = True
+    assert prompts(dataset, tmp_path, cache_dir=cache) == [["b", "a1", "a2"]]
+    assert "no route" in caplog.text and "its 3 files of the last download are used" in caplog.text
+    if key == "hf_hub_url":
+        assert prompts("own", "REMOTE:org/registry", cache_dir=cache) == [["own"]]
+    for other in ({**dataset, "subset": "fr"}, {**dataset, "split": "test"}):
+        with pytest.raises(UserError, match=r"cannot be fetched from .*: no route"):
+            resolve_datasets(other, str(tmp_path), cache_dir=cache)
+    (server.folder / "org/card/x/a1.jsonl").unlink()
+    with pytest.raises(UserError, match=r"cannot be fetched from .*: no route"):
+        resolve_datasets(dataset, str(tmp_path), cache_dir=cache)
 
 
 def test_online_makes_every_name_an_id_and_remote_takes_the_registry_of_a_repository(

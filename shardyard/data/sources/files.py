@@ -26,9 +26,9 @@ CHUNK = 2**20
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _COMPRESS_THEMSELVES = (".parquet", ".arrow")
 
-_ZSTD_INPUT = 2048
+_ZSTD_INPUT = 256
 """Compressed bytes taken at a time. zstd turns 4 bytes into at most 128 KiB, so this bounds the output of one
-call, whatever a file was made to expand to."""
+call to 8 MiB, whatever a file was made to expand to."""
 
 
 def file_type(path: PurePath) -> str:

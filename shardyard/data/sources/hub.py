@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -122,14 +125,39 @@ HUBS: dict[str, Hub] = {
 """The hubs by the key that an entry names them with."""
 
 
+class _NotReached(UserError):
+    """The hub does not answer, or not with what was asked for."""
+
+
 def fetch(key: str, repo: str, wanted: Wanted, access: Access, *, where: str) -> list[Path]:
     """Download the data files of one split of ``repo``, in the order of its card or of their names.
+
+    Where the hub cannot be reached, the files of the last download of the same split are taken.
 
     Raises:
         UserError: the client is not installed, the hub or the repository cannot be reached, or has no such
             subset, split or folder, or no file of a type that is read.
     """
     client = _client(key, access, where)
+    memo = _Memo(access, [key, repo, wanted.subset, wanted.split, wanted.folder])
+    return memo.or_last(lambda: _fetch(client, key, repo, wanted, where), repo)
+
+
+def fetch_file(key: str, repo: str, name: str, access: Access, *, where: str) -> Path:
+    """Download one file of a data set repository.
+
+    Raises:
+        UserError: as ``fetch``.
+    """
+    client = _client(key, access, where)
+    memo = _Memo(access, [key, repo, name])
+    (file,) = memo.or_last(
+        lambda: [Path(_ask(key, repo, where, lambda: client.download(repo, name, None)))], repo
+    )
+    return file
+
+
+def _fetch(client: Client, key: str, repo: str, wanted: Wanted, where: str) -> list[Path]:
     listing, version = _ask(key, repo, where, lambda: client.files(repo))
     card = ""
     if _CARD in listing:
@@ -148,14 +176,41 @@ def fetch(key: str, repo: str, wanted: Wanted, access: Access, *, where: str) ->
     return _ask(key, repo, where, lambda: _download_all(client, repo, chosen, version))
 
 
-def fetch_file(key: str, repo: str, name: str, access: Access, *, where: str) -> Path:
-    """Download one file of a data set repository.
+class _Memo:
+    """Which files the last download of the same things gave, for a machine that has no network now."""
 
-    Raises:
-        UserError: as ``fetch``.
-    """
-    client = _client(key, access, where)
-    return Path(_ask(key, repo, where, lambda: client.download(repo, name, None)))
+    def __init__(self, access: Access, things: list[str | None]) -> None:
+        name = hashlib.sha256(json.dumps(things).encode()).hexdigest()[:32]
+        folder = Path(access.cache_dir or "~/.cache/shardyard").expanduser().absolute()
+        self._file = folder / "hub" / f"{name}.json"
+
+    def or_last(self, download: Callable[[], list[Path]], repo: str) -> list[Path]:
+        """The files that ``download`` gives, else those of the last time if all are still there."""
+        try:
+            files = download()
+        except _NotReached as error:
+            last = self._read()
+            if not last or not all(file.is_file() for file in last):
+                raise
+            _log.warning("%s; its %d files of the last download are used", error, len(last))
+            return last
+        self._write(files)
+        return files
+
+    def _read(self) -> list[Path]:
+        try:
+            return [Path(name) for name in json.loads(self._file.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def _write(self, files: list[Path]) -> None:
+        temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        try:  # a read-only cache costs no more than the use without a network
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps([str(file.absolute()) for file in files]), encoding="utf-8")
+            temporary.replace(self._file)
+        except OSError as error:
+            _log.debug("cannot write %s: %s", self._file, error)
 
 
 def _download_all(client: Client, repo: str, names: list[str], version: str | None) -> list[Path]:
@@ -179,7 +234,7 @@ def _ask(key: str, repo: str, where: str, request: Callable[[], Any]) -> Any:
         return request()
     except Exception as error:  # each client raises errors of its own, of many kinds
         _log.debug("%s", repo, exc_info=True)
-        raise UserError(
+        raise _NotReached(
             f"{where}: {repo} cannot be fetched from {HUBS[key].title}: {one_line(error)}. Check the name, "
             f"the token and the network, or download its files and name them with file_name"
         ) from error
