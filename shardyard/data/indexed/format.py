@@ -22,13 +22,9 @@ from shardyard.data.indexed.layout import (
     OFFSET,
     VERSION,
     bin_path,
-    dtype_for,
     idx_path,
 )
-from shardyard.data.indexed.writer import IndexedWriter
 from shardyard.errors import UserError
-
-__all__ = ["IndexedReader", "IndexedWriter", "bin_path", "dtype_for", "idx_path"]
 
 
 class IndexedReader:
@@ -124,7 +120,9 @@ class IndexedReader:
             piece = self.tokens[begin : begin + CHUNK]
             if int(piece.min()) < 0:
                 place = begin + int(np.argmax(piece < 0))
-                raise UserError(f"{self._bin} is damaged: token {place} has the id {self.tokens[place]}")
+                raise UserError(
+                    f"{self._bin} holds {self.tokens[place]} as token {place}, which is no token id"
+                )
             largest = max(largest, int(piece.max()))
         return largest
 
