@@ -9,7 +9,7 @@ read_rows, text_lines, count_rows                            the same of a singl
 from shardyard.data.sources.columnar import columns_of, parquet_rows
 from shardyard.data.sources.entry import Columns, DatasetEntry, Tags
 from shardyard.data.sources.files import file_type, open_bytes
-from shardyard.data.sources.readers import count_rows, read_rows, text_lines
+from shardyard.data.sources.readers import Policy, count_rows, read_rows, text_lines
 from shardyard.data.sources.registry import resolve_datasets
 from shardyard.data.sources.row import BadRow, Row
 from shardyard.data.sources.rows import count_entry_rows, iter_rows, iter_texts
@@ -18,6 +18,7 @@ __all__ = [
     "BadRow",
     "Columns",
     "DatasetEntry",
+    "Policy",
     "Row",
     "Tags",
     "columns_of",
