@@ -28,6 +28,9 @@ class Verb:
 VERBS = {
     "train": Verb("shardyard.cli.train", "train", "train a model: starts the ranks and waits for them"),
     "check": Verb("shardyard.cli.check", "check", "validate a configuration and show every value's origin"),
+    "preprocess": Verb(
+        "shardyard.cli.preprocess", "preprocess", "tokenise files into Megatron's .bin and .idx"
+    ),
     "schema": Verb("shardyard.cli.check", "schema", "print the JSON schema of the YAML file"),
     "env": Verb("shardyard.cli.env", "env", "print versions and devices, for bug reports"),
 }

@@ -84,6 +84,11 @@ def is_there(prefix: Path, key: Mapping[str, Any], outputs: Iterable[Path]) -> b
     return not changes and all(whole)
 
 
+def counts_of(prefix: Path) -> dict[str, dict[str, Any]]:
+    """The counts that the manifest of finished outputs tells."""
+    return json.loads(manifest_path(prefix).read_text(encoding="utf-8")).get("counts", {})
+
+
 def write_manifest(
     prefix: Path, key: Mapping[str, Any], outputs: Iterable[Path], counts: Mapping[str, Any]
 ) -> None:

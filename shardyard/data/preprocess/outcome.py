@@ -46,3 +46,31 @@ class Tally:
     def from_json(cls, values: dict[str, Any]) -> Tally:
         dropped = {reason: Dropped(*drop) for reason, drop in values["dropped"].items()}
         return cls(values["rows"], dropped, Counter(values["counts"]))
+
+
+def report(tally: Tally, written: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What became of an input, as plain values under the words that tell them."""
+    dropped = {reason: {"rows": drop.count, "first": drop.first} for reason, drop in tally.dropped.items()}
+    speed = round(written["tokens"] / max(seconds, 1e-9))
+    counts = {what: count for what, count in tally.counts.items() if count}
+    return {
+        "rows read": tally.rows,
+        "dropped": dropped,
+        **counts,
+        **written,
+        "seconds": round(seconds, 3),
+        "tokens a second": speed,
+    }
+
+
+def report_lines(counts: dict[str, Any]) -> list[str]:
+    """The same as a table, one line a count."""
+    table: list[tuple[str, str]] = []
+    for what, value in counts.items():
+        if what == "dropped":
+            drops = sorted(value.items(), key=lambda item: -item[1]["rows"])
+            table += [(f"dropped: {why}", f"{d['rows']:,} (first: {d['first']})") for why, d in drops]
+        else:
+            table.append((what, value if isinstance(value, str) else f"{value:,}"))
+    width = max(len(what) for what, _ in table)
+    return [f"  {what:<{width}}  {value}" for what, value in table]

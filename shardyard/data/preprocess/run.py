@@ -5,21 +5,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardyard.data.preprocess.batches import Batch, Input, Position, Read
 from shardyard.data.preprocess.outcome import Outcome, Tally
+from shardyard.data.preprocess.sinks import Output
 from shardyard.data.preprocess.spool import Spool
 from shardyard.data.progress import InputProgress
 from shardyard.data.workers import ordered_map
+from shardyard.errors import UserError
 
 
 class Sink(Protocol):
     """Where outcomes end."""
 
-    def add(self, arrays: dict[str, np.ndarray], /) -> None: ...
+    @property
+    def output(self) -> Output: ...
+
+    def add(self, arrays: dict[str, np.ndarray], /) -> None:
+        """Append an outcome's arrays."""
+        ...
+
+    def close(self) -> None:
+        """Append what was held back; no outcome follows."""
+        ...
+
+    def counts(self) -> dict[str, Any]:
+        """What was written, under the words that tell it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -61,12 +76,24 @@ def run_batches(
                 spool.add(outcome, read.end, read.input_bytes)
             documents, tokens = _counts(outcome)
             progress.advance(read.input_bytes, documents, tokens)
-    if spool is None:
-        return tally
-    spool.commit()
-    for arrays in spool.replay():
-        sink.add(arrays)
-    return spool.tally
+    if spool is not None:
+        spool.commit()
+        tally = spool.tally
+        for arrays in spool.replay():
+            sink.add(arrays)
+    sink.close()
+    return tally
+
+
+def require_rows(source: Input, tally: Tally, written: int) -> None:
+    """Raise UserError, with the counts, unless something was written."""
+    if written:
+        return
+    names = ", ".join(entry.name for entry in source.entries)
+    told = "".join(
+        f"; {reason}: {drop.count} (first: {drop.first})" for reason, drop in tally.dropped.items()
+    )
+    raise UserError(f"{names}: none of {tally.rows} rows is left to write{told}")
 
 
 def _counts(outcome: Outcome) -> tuple[int, int]:

@@ -33,6 +33,10 @@ SAVE_EVERY = 30.0
 _CHUNK = 1 << 20
 
 
+class Busy(UserError):
+    """Another process works there."""
+
+
 class Spool:
     """The segments in ``folder``, appended to by ``add`` and read back by ``replay``.
 
@@ -54,14 +58,11 @@ class Spool:
         self._segments = 0
         with file_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(folder)
+            self._lock: int | None = _lock(folder)
             self._take_over(json.loads(json.dumps(parts, default=str)))
 
     def add(self, outcome: Outcome, end: Position, input_bytes: int) -> None:
         """Append an outcome, after which the input goes on at ``end``."""
-        self.tally.add(outcome)
-        self.input_bytes += input_bytes
-        self.position = end
         with file_errors(self.folder):
             if self._blocks is None:
                 self._blocks = self._path("tmp").open("wb")
@@ -69,6 +70,9 @@ class Spool:
             for name in sorted(outcome.arrays):
                 np.save(self._blocks, outcome.arrays[name], allow_pickle=False)
             self._names = sorted(outcome.arrays)
+        self.tally.add(outcome)
+        self.input_bytes += input_bytes
+        self.position = end
         if time.monotonic() - self._began >= self._save_every:
             self.commit()
 
@@ -103,11 +107,12 @@ class Spool:
         if self._blocks is not None:
             self._blocks.close()
             self._blocks = None
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def remove(self) -> None:
-        """Delete the folder; its work is in the result now."""
-        self.close()
+        """Delete the folder of a closed spool; its work is in the result now."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, suffix: str, number: int | None = None) -> Path:
@@ -193,5 +198,5 @@ def _lock(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(f"{folder}: another preprocess is writing there; wait for it, or end it") from None
+        raise Busy(f"{folder}: another preprocess is writing there; wait for it, or end it") from None
     return descriptor
