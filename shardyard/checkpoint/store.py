@@ -2,7 +2,8 @@
 
 A save writes DCP files under a temporary name, all ranks agree that theirs is done, a manifest with sizes and
 hashes follows, and only then the folder gets its name, `latest` points to it, and old ones go. What is not a
-tensor is JSON.
+tensor is JSON. `best` points to the checkpoint of the lowest validation loss, which stays beside the newest
+ones.
 
 The manifest numbers the saves of a folder. The newest checkpoint is the one that was saved last, which is not
 the one with the highest step when a run went back to an earlier checkpoint; no clock is asked.
@@ -34,7 +35,7 @@ from shardyard.errors import UserError
 logger = logging.getLogger("shardyard.checkpoint")
 
 FORMAT = 1
-MANIFEST, RUN_STATE, LATEST = "manifest.json", "run_state.json", "latest"
+MANIFEST, RUN_STATE, LATEST, BEST = "manifest.json", "run_state.json", "latest", "best"
 _NAME = re.compile(r"global_step_(\d+)")
 _FULL_MIB = 16.0
 """A disk with less free space than this counts as full when a write has failed."""
@@ -69,8 +70,10 @@ class CheckpointStore:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         run_state: dict[str, Any],
+        best: bool = False,
     ) -> Path:
-        """Write ``global_step_<step>``; without ``optimizer`` the model only.
+        """Write ``global_step_<step>``; without ``optimizer`` the model only. With ``best`` it becomes the
+        best one, and the best one so far counts as any other.
 
         Raises:
             UserError: on every rank, when one cannot write (disk full, no permission); nothing is left
@@ -88,7 +91,7 @@ class CheckpointStore:
             self._write(tensors, temporary, what)
             hashes = self.peers.agree(what, lambda: _hash_own_files(temporary, self.peers.rank))
             files = {name: facts for share in hashes for name, facts in share.items()}
-            self.peers.first(what, lambda: self._publish(temporary, path, files, run_state))
+            self.peers.first(what, lambda: self._publish(temporary, path, files, run_state, best))
         except BaseException:
             if self.peers.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -96,6 +99,30 @@ class CheckpointStore:
         if self.peers.is_first:
             self._retain(path)
         return path
+
+    def point_best(self, step: int | None) -> bool:
+        """Make the complete checkpoint of ``step`` the best one, or none; all ranks call it. Whether it did:
+        without such a checkpoint there is no best one.
+        """
+
+        def point() -> bool:
+            path = None if step is None else self.folder / f"global_step_{step}"
+            if path is None or fault_of(path):
+                (self.folder / BEST).unlink(missing_ok=True)
+                return False
+            self._point(BEST, path)
+            return True
+
+        return self.peers.first(f"writing {self.folder / BEST}", point)
+
+    def best(self) -> Path | None:
+        """The complete checkpoint that `best` points to."""
+        try:
+            name = (self.folder / BEST).read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        path = self.folder / name
+        return path if _NAME.fullmatch(name) and fault_of(path) is None else None
 
     def load(self, path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Restored:
         """Read ``path`` into the live tensors, whatever the number of ranks that wrote it.
@@ -171,7 +198,9 @@ class CheckpointStore:
             full = "no space is left; " if free < _FULL_MIB else ""
             raise UserError(f"{what}: {full}{_causes(error)} ({free:,.0f} MiB are free there)") from error
 
-    def _publish(self, temporary: Path, path: Path, files: dict[str, Any], run_state: dict[str, Any]) -> None:
+    def _publish(
+        self, temporary: Path, path: Path, files: dict[str, Any], run_state: dict[str, Any], best: bool
+    ) -> None:
         write_durably(temporary / RUN_STATE, json.dumps(run_state, indent=1))
         files = files | {name: _facts(temporary / name) for name in (RUN_STATE, ".metadata")}
         manifest = {
@@ -196,17 +225,27 @@ class CheckpointStore:
         else:
             temporary.rename(path)
         sync(self.folder)
-        pointer = self.folder / f"{_TEMPORARY}{LATEST}"
+        self._point(LATEST, path)
+        if best:
+            self._point(BEST, path)
+
+    def _point(self, name: str, path: Path) -> None:
+        pointer = self.folder / f"{_TEMPORARY}{name}"
         write_durably(pointer, path.name + "\n")
-        pointer.replace(self.folder / LATEST)
+        pointer.replace(self.folder / name)
         sync(self.folder)
 
     def _retain(self, newest: Path) -> None:
-        """Remove what the limit no longer keeps. A failure costs space and nothing else, so it only warns."""
+        """Remove what the limit no longer keeps: the newest ones, and beside them the best one.
+
+        A failure costs space and nothing else, so it only warns.
+        """
         if self.limit is None:
             return
-        others = [path for path in self.complete() if path != newest]
-        for path in others[: max(len(others) - (self.limit - 1), 0)]:
+        best = self.best()
+        others = [path for path in self.complete() if path not in (newest, best)]
+        kept = self.limit - (newest != best)
+        for path in others[: max(len(others) - kept, 0)]:
             logger.info("Removing old checkpoint: %s", path)
             try:
                 # Out of its name first: a removal cut short leaves nothing that looks like a checkpoint.

@@ -44,16 +44,19 @@ def _differs_by_rank(record: logging.LogRecord) -> bool:
 
 def log_run_start(
     *,
-    num_examples: int,
-    num_epochs: float,
+    num_examples: int | None,
+    num_epochs: float | None,
     total_batch_size: int,
     gradient_accumulation_steps: int,
     total_steps: int,
 ) -> None:
-    """The start lines, worded as users of the reference know them; batch sizes are in samples."""
+    """The start lines, worded as users of the reference know them; batch sizes are in samples (or packs).
+
+    Of a stream nobody knows the number of examples (None) and of epochs.
+    """
     logger.info("***** Running training (FSDP2) *****")
-    logger.info("  Num examples = %d", num_examples)
-    logger.info("  Num Epochs = %s", f"{num_epochs:g}")
+    logger.info("  Num examples = %s", "unknown (a stream)" if num_examples is None else num_examples)
+    logger.info("  Num Epochs = %s", "unknown (a stream)" if num_epochs is None else f"{num_epochs:g}")
     logger.info("  Total Batch Size = %d", total_batch_size)
     logger.info("  Gradient Accumulation steps = %d", gradient_accumulation_steps)
     logger.info("  Total optimization steps = %d", total_steps)

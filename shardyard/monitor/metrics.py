@@ -1,4 +1,7 @@
-"""``metrics.jsonl``: one JSON object a step, each step once, also after a resume."""
+"""``metrics.jsonl``: one JSON object a step and one a validation, each once, also after a resume.
+
+The object of a validation has the key ``eval``; that of a step has not.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardyard.monitor.record import StepRecord
+from shardyard.monitor.validation import EvalResult, validation_metrics
 
 METRICS_FILE = "metrics.jsonl"
+_EVAL = "eval"
 
 logger = logging.getLogger("shardyard.monitor")
 
 
 def metrics_of(record: StepRecord) -> dict[str, Any]:
-    """The object written for ``record``: counts, losses per token, milliseconds, bytes.
+    """What is written for ``record``: counts, losses per token, milliseconds, bytes.
 
-    JSON knows no NaN and no infinity: such a number is written as the string "nan", "inf" or "-inf".
+    JSON knows no NaN and no infinity: in the file such a number is the string "nan", "inf" or "-inf".
     """
     values: dict[str, Any] = {
         "step": record.step,
@@ -39,50 +44,80 @@ def metrics_of(record: StepRecord) -> dict[str, Any]:
     }
     if record.aux_loss is not None:
         values["aux_loss"] = record.aux_loss
-    return {key: _json_number(value) for key, value in values.items()}
+    return values
 
 
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+def _to_json(value: Any) -> Any:
+    """``value`` with numbers that JSON does not know as text, at any depth."""
+    if isinstance(value, dict):
+        return {key: _to_json(inner) for key, inner in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _from_json(inner) for key, inner in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a ``metrics.jsonl`` in file order, numbers as numbers ("nan" is NaN again).
+    """The steps of a ``metrics.jsonl`` in file order, numbers as numbers ("nan" is NaN again).
 
-    A line that is no such object, as a killed writer leaves at the end, is left out.
+    A line that is no such object, as a killed writer leaves at the end, is left out; so are validations.
     """
-    return [values for line in _lines(path) if (values := _parse(line)) is not None]
+    return [values for values in _objects(path) if _EVAL not in values]
 
 
-def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the steps after ``step``, which a resumed run does again, and return what stays.
+def read_validations(path: Path) -> list[dict[str, Any]]:
+    """The validations of a ``metrics.jsonl`` in file order, as `validation_metrics` makes them."""
+    return [values for values in _objects(path) if _EVAL in values]
 
-    The old file is whole until the new one stands in its place.
+
+def cut_after(path: Path, step: int, *, evaluated_step: int | None = None) -> list[dict[str, Any]]:
+    """Drop the steps after ``step``, which a resumed run does again, and return the steps that stay.
+
+    Validations stay up to ``evaluated_step``, the last one of the run's state (by default ``step``). The old
+    file is whole until the new one stands in its place.
     """
     if not path.exists():
         return []
-    kept = [(line, values) for line in _lines(path) if (values := _parse(line)) and values["step"] <= step]
+    last_validation = step if evaluated_step is None else evaluated_step
+    kept = [
+        (line, values)
+        for line in _lines(path)
+        if (values := _parse(line)) and values["step"] <= (last_validation if _EVAL in values else step)
+    ]
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{line}\n" for line, _ in kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    return [values for _, values in kept]
+    return [values for _, values in kept if _EVAL not in values]
 
 
 class MetricsWriter:
-    """Appends steps to ``metrics.jsonl``; each line is in the file when `write` returns."""
+    """Appends to ``metrics.jsonl``; each line is in the file when its method returns."""
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, record: StepRecord) -> None:
-        self._file.write(json.dumps(metrics_of(record), allow_nan=False) + "\n")
+        self._append(metrics_of(record))
+
+    def write_validation(self, step: int, result: EvalResult) -> None:
+        self._append(validation_metrics(step, result))
+
+    def _append(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(_to_json(values), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    return [values for line in _lines(path) if (values := _parse(line)) is not None]
 
 
 def _lines(path: Path) -> list[str]:
@@ -97,4 +132,4 @@ def _parse(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         return None
-    return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in values.items()}
+    return _from_json(values)

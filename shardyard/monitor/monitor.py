@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardyard.monitor.metrics import METRICS_FILE, MetricsWriter, cut_after
 from shardyard.monitor.record import CpuMemory, StepRecord, format_log_line
+from shardyard.monitor.validation import EvalResult, format_validation
 
 logger = logging.getLogger("shardyard.monitor")
 
@@ -40,15 +41,19 @@ class Monitor:
         log_cpu_memory: bool = False,
         is_main: bool = True,
         resume_step: int = 0,
+        evaluated_step: int | None = None,
     ) -> None:
-        """``resume_step`` is the last step already done: later ones are cut from ``metrics.jsonl``."""
+        """``resume_step`` is the last step already done: later ones are cut from ``metrics.jsonl``, and the
+        validations after ``evaluated_step`` (None: after ``resume_step``).
+        """
         self._logging_steps = max(logging_steps, 1)
         self._log_throughput, self._log_cpu_memory = log_throughput, log_cpu_memory
         self._interval: list[_Step] = []
+        self._last: StepRecord | None = None
         self._writer: MetricsWriter | None = None
         if is_main:
             path = output_dir / METRICS_FILE
-            self._reopen_interval(cut_after(path, resume_step), resume_step)
+            self._reopen_interval(cut_after(path, resume_step, evaluated_step=evaluated_step), resume_step)
             self._writer = MetricsWriter(path)
 
     def record(self, record: StepRecord) -> None:
@@ -61,6 +66,21 @@ class Monitor:
         )
         if record.step % self._logging_steps == 0 or record.step == record.total_steps:
             logger.info(self._line(record))
+            self._interval.clear()
+        self._last = record
+
+    def record_validation(self, step: int, result: EvalResult) -> None:
+        """Take in a validation after ``step`` updates."""
+        if self._writer is None:
+            return
+        self._writer.write_validation(step, result)
+        for line in format_validation(step, result):
+            logger.info(line)
+
+    def end_early(self) -> None:
+        """Print the line of an interval that no further step will complete."""
+        if self._last is not None and self._interval:
+            logger.info(self._line(self._last))
             self._interval.clear()
 
     def close(self) -> None:

@@ -59,10 +59,10 @@ def format_log_line(
         pieces.append(f" tokens/s: {tokens_per_second:.2f} |")
     pieces.append(
         f" learning rate: {record.lr:.6E} | global batch size: {record.global_batch_size:5d} |"
-        f" lm loss: {_scientific(record.loss)} | mtp loss: {_scientific(record.mtp_loss)} |"
+        f" lm loss: {scientific(record.loss)} | mtp loss: {scientific(record.mtp_loss)} |"
     )
     if record.aux_loss is not None:
-        pieces.append(f" aux loss: {_scientific(record.aux_loss)} |")
+        pieces.append(f" aux loss: {scientific(record.aux_loss)} |")
     pieces.append(
         f" grad norm: {record.grad_norm:.3f} |"
         f" max_memory_allocated(GB): {record.memory_allocated_bytes / _GIB:.2f} |"
@@ -77,6 +77,7 @@ def format_log_line(
     return "".join(pieces)
 
 
-def _scientific(value: float) -> str:
+def scientific(value: float) -> str:
+    """Seven digits, as the lines print losses; ``nan`` and ``inf`` in small letters."""
     # "E" alone would print NAN and INF in capitals.
     return f"{value:.6E}".replace("NAN", "nan").replace("INF", "inf")

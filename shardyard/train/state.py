@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -18,6 +19,13 @@ class RunState:
     cursor: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    evaluated_step: int = -1
+    """The step of the last validation; -1 before the first."""
+    best_loss: float | None = None
+    """The lowest validation loss so far, over all sets, and its step; None before there is one."""
+    best_step: int | None = None
+    bad_evaluations: int = 0
+    """Validations in a row since the best one."""
 
     def after(self, *, cursor: int, samples: int, tokens: int) -> RunState:
         return replace(
@@ -28,9 +36,21 @@ class RunState:
             consumed_tokens=self.consumed_tokens + tokens,
         )
 
-    def to_json(self) -> dict[str, int | str]:
+    def judged(self, loss: float, *, min_delta: float) -> RunState:
+        """After a validation with total ``loss``: it is the best when the lowest fell by more than
+        ``min_delta``. NaN and infinity never improve on anything.
+        """
+        before = math.inf if self.best_loss is None else self.best_loss
+        if math.isfinite(loss) and loss < before - min_delta:
+            return replace(
+                self, evaluated_step=self.step, best_loss=loss, best_step=self.step, bad_evaluations=0
+            )
+        return replace(self, evaluated_step=self.step, bad_evaluations=self.bad_evaluations + 1)
+
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunState:
-        return cls(**{field.name: values[field.name] for field in fields(cls)})
+        """A checkpoint written before a field existed has its default."""
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})

@@ -114,7 +114,7 @@ class TrainStep:
         losses = []
         last = len(micro_batches) - 1
         for index, (batch, forwards) in enumerate(zip(micro_batches, counts.forwards, strict=True)):
-            parts = self._parts(batch, forwards)
+            parts = forward_parts(batch, forwards, device=self.device, packed=self.packed)
             sums: list[torch.Tensor] = []
             for number, part in enumerate(parts):
                 self.model.set_requires_gradient_sync(index == last and number == len(parts) - 1)
@@ -123,29 +123,6 @@ class TrainStep:
                 sums.append(loss.detach())
             losses.append(torch.stack(sums).sum())
         return losses
-
-    def _parts(self, batch: MicroBatch, forwards: int) -> list[dict[str, Any]]:
-        """The forwards of a micro-batch: one, or one a document; short of ``forwards``, fillers without a
-        label.
-        """
-        device = self.device.torch_device
-        ids, labels, positions = (
-            tensor.to(device, non_blocking=True)[None]
-            for tensor in (batch.input_ids, batch.labels, batch.position_ids)
-        )
-        if self.packed:
-            return [
-                {"input_ids": ids, "labels": labels, "position_ids": positions, "doc_lens": batch.doc_lens}
-            ]
-        columns = zip(ids.split(batch.doc_lens, 1), labels.split(batch.doc_lens, 1),
-                      positions.split(batch.doc_lens, 1), strict=True)  # fmt: skip
-        parts = [{"input_ids": i, "labels": y, "position_ids": p} for i, y, p in columns]
-        filler = {
-            "input_ids": ids[:, :1],
-            "labels": torch.full_like(labels[:, :1], IGNORE_INDEX),
-            "position_ids": torch.zeros_like(positions[:, :1]),
-        }
-        return parts + [filler] * (forwards - len(parts))
 
     def _conclude(
         self, losses: list[torch.Tensor], counts: _Counts
@@ -188,6 +165,27 @@ class TrainStep:
             f"{ranks}); the "
             f"samples of this step are {samples}"
         )
+
+
+def forward_parts(batch: MicroBatch, forwards: int, *, device: Device, packed: bool) -> list[dict[str, Any]]:
+    """The model's arguments for each forward of a micro-batch: one forward, or without ``packed`` one a
+    document and, short of ``forwards``, fillers without a label.
+    """
+    ids, labels, positions = (
+        tensor.to(device.torch_device, non_blocking=True)[None]
+        for tensor in (batch.input_ids, batch.labels, batch.position_ids)
+    )
+    if packed:
+        return [{"input_ids": ids, "labels": labels, "position_ids": positions, "doc_lens": batch.doc_lens}]
+    columns = zip(ids.split(batch.doc_lens, 1), labels.split(batch.doc_lens, 1),
+                  positions.split(batch.doc_lens, 1), strict=True)  # fmt: skip
+    parts = [{"input_ids": i, "labels": y, "position_ids": p} for i, y, p in columns]
+    filler = {
+        "input_ids": ids[:, :1],
+        "labels": torch.full_like(labels[:, :1], IGNORE_INDEX),
+        "position_ids": torch.zeros_like(positions[:, :1]),
+    }
+    return parts + [filler] * (forwards - len(parts))
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -1,21 +1,22 @@
-"""The run: batches in, updates out, records and checkpoints on the way."""
+"""The run: batches in, updates out; records, validations and checkpoints on the way."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardyard.checkpoint import CheckpointStore
 from shardyard.config import TrainingConfig
-from shardyard.data.sampler import ElasticSampler
+from shardyard.data.sampler import Sampler
 from shardyard.data.types import StepBatch
 from shardyard.device import ProcessGroup
 from shardyard.monitor import Monitor, StepRecord
 from shardyard.optim import Schedule
+from shardyard.train.evaluation import Evaluator
 from shardyard.train.state import RunState
 from shardyard.train.step import StepResult, TrainStep
 
@@ -35,7 +36,7 @@ class Trainer:
     store: CheckpointStore
     group: ProcessGroup
     training: TrainingConfig
-    sampler: ElasticSampler
+    sampler: Sampler
     state: RunState
     settings: dict[str, Any]
     """What a resumed run compares its own settings with."""
@@ -43,6 +44,8 @@ class Trainer:
     """The step of the newest checkpoint of this run."""
     observe: Observer | None = None
     """Called with None before the first step and with the record of each step after it."""
+    evaluator: Evaluator | None = None
+    """None: the run has nothing to validate on."""
 
     def train(self) -> RunState:
         """Run the updates that are left.
@@ -51,6 +54,18 @@ class Trainer:
             NonFiniteError: a loss or gradient is NaN or Inf and ``training.on_nonfinite`` is stop.
         """
         self._tell(None)
+        self._begin_validation()
+        if not self._stops_early():
+            self._run_updates()
+        if self.state.evaluated_step != self.state.step:
+            self._validate()
+        if self._saves_at_all and self.saved_at != self.state.step:
+            self.save()
+        if self.training.load_best_model_at_end:
+            self._load_best()
+        return self.state
+
+    def _run_updates(self) -> None:
         started = time.perf_counter()
         for batch in self.batches:
             number = self.state.step + 1
@@ -58,19 +73,20 @@ class Trainer:
             result = self._run_step(batch, number, lr)
             if result.skipped:
                 logger.warning("step %d skipped, weights unchanged: %s", number, result.skipped)
-            samples = batch.end - batch.start
-            self.state = self.state.after(cursor=batch.end, samples=samples, tokens=result.num_tokens)
+            self.state = self.state.after(cursor=batch.end, samples=batch.size, tokens=result.num_tokens)
             elapsed = time.perf_counter() - started
             record = self._record(batch, result, lr, elapsed)
             self.monitor.record(record)
             self._tell(record)
-            if self._save_is_due(batch):
+            if self._validation_is_due(batch):
+                self._validate()
+            if self._save_is_due(batch) and self.saved_at != self.state.step:
                 self.save()
-            # The next step's time includes the wait for its batch, but not this save.
+            if self._stops_early():
+                self.monitor.end_early()
+                return
+            # The next step's time includes the wait for its batch, but not this save or validation.
             started = time.perf_counter()
-        if self._saves_at_all and self.saved_at != self.state.step:
-            self.save()
-        return self.state
 
     def _tell(self, record: StepRecord | None) -> None:
         if self.observe is not None:
@@ -84,7 +100,7 @@ class Trainer:
             error.add_note(f"in step {number}, samples {ids} of this rank")
             raise
 
-    def save(self) -> Path:
+    def save(self, *, best: bool = False) -> Path:
         """Write a checkpoint of this step; every rank calls it."""
         started = time.perf_counter()
         optimizer = None if self.training.save_only_model else self.step.optimizer
@@ -93,6 +109,7 @@ class Trainer:
             model=self.step.model,
             optimizer=optimizer,
             run_state={**self.state.to_json(), "settings": self.settings},
+            best=best,
         )
         self.saved_at = self.state.step
         logger.info("Saved checkpoint to %s (%.1f s)", path, time.perf_counter() - started)
@@ -108,6 +125,65 @@ class Trainer:
             return True
         return epochs > 0 and self.sampler.ends_epoch(batch.end) and (batch.epoch + 1) % epochs == 0
 
+    def _begin_validation(self) -> None:
+        """What a resumed run takes over, or the validation before the first update."""
+        if self.evaluator is None:
+            return
+        best = self.state.best_step
+        if self.training.keep_best_checkpoint and not self.store.point_best(best) and best is not None:
+            logger.warning(
+                "the best checkpoint so far, of step %d, is not in %s: the next validation starts anew",
+                best, self.store.folder,
+            )  # fmt: skip
+            self.state = replace(self.state, best_loss=None, best_step=None)
+        if self.training.eval_on_start and self.state.step == 0 and self.state.evaluated_step < 0:
+            self._validate()
+
+    def _validation_is_due(self, batch: StepBatch) -> bool:
+        every = self.training.eval_steps
+        if self.state.step == self.schedule.total:
+            return True
+        return self.state.step % every == 0 if every else self.sampler.ends_epoch(batch.end)
+
+    def _validate(self) -> None:
+        """Score the sets; a new best is saved at once when the best checkpoint is kept."""
+        if self.evaluator is None:
+            return
+        result = self.evaluator.evaluate()
+        min_delta = self.training.early_stopping_min_delta
+        self.state = self.state.judged(result.total.loss, min_delta=min_delta)
+        self.monitor.record_validation(self.state.step, result)
+        if self.training.keep_best_checkpoint and self.state.best_step == self.state.step:
+            self.save(best=True)
+
+    def _stops_early(self) -> bool:
+        """Whether validations have gone without improvement for too long, which is then said."""
+        state, patience = self.state, self.training.early_stopping_patience
+        if self.evaluator is None or patience is None or state.bad_evaluations < patience:
+            return False
+        if state.step >= self.schedule.total:
+            return False
+        best = "no validation had a finite loss"
+        if state.best_loss is not None:
+            best = f"the best loss is {state.best_loss:.6f}, of step {state.best_step}"
+        logger.info(
+            "Stopping early at step %d of %d: %d validation(s) in a row without improvement; %s",
+            state.step, self.schedule.total, state.bad_evaluations, best,
+        )  # fmt: skip
+        return True
+
+    def _load_best(self) -> None:
+        """Put the best weights into the model, for the export; the last checkpoint stays that of the end."""
+        step = self.state.best_step
+        if step is None:
+            logger.warning("no validation had a finite loss: the last weights stand for the best ones")
+        elif step == self.state.step:
+            logger.info("the best weights are the last ones, of step %d", step)
+        else:
+            path = self.store.folder / f"global_step_{step}"
+            self.store.load(path, model=self.step.model, optimizer=None)
+            logger.info("Loaded the best weights, of step %d (loss %.6f)", step, self.state.best_loss)
+
     def _record(self, batch: StepBatch, result: StepResult, lr: float, elapsed: float) -> StepRecord:
         return StepRecord(
             step=self.state.step,
@@ -116,7 +192,7 @@ class Trainer:
             consumed_tokens=self.state.consumed_tokens,
             step_ms=elapsed * 1000.0,
             lr=lr,
-            global_batch_size=batch.end - batch.start,
+            global_batch_size=batch.size,
             loss=result.loss,
             grad_norm=result.grad_norm,
             tokens=result.num_tokens,
