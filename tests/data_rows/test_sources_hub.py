@@ -281,7 +281,7 @@ def test_online_makes_every_name_an_id_and_remote_takes_the_registry_of_a_reposi
         (["a/training/x.csv", "a/dev/x.csv", "train.csv"], "validation", [1]),
         (["my_train_1.csv", "my-eval.csv", "trainer.csv"], "train", [0]),
         (["my_train_1.csv", "my-eval.csv", "trainer.csv"], "test", [1]),
-        (["b.jsonl", "a.jsonl", ".hidden.jsonl", "x/.git/a.jsonl", "notes.md"], "train", [1, 0]),
+        (["b.jsonl", "a.jsonl", ".hidden.jsonl", "x/.git/a.jsonl", "config.json"], "train", [1, 0]),
     ],
 )
 def test_names_tell_the_split(listing: list[str], split: str, chosen: list[int]) -> None:

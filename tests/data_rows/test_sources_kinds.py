@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -363,6 +364,16 @@ def test_a_fault_after_which_no_row_can_be_found_stops_under_either_policy(
         with pytest.raises(UserError, match=message) as caught:
             read()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "b.arrow"])
+def test_lengths_that_point_past_the_end_of_an_arrow_file_are_told(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path, name, [{"text": "abc"}, {"text": "defgh"}])
+    ends = struct.pack("<3i", 0, 3, 8)
+    assert path.read_bytes().count(ends) == 1
+    path.write_bytes(path.read_bytes().replace(ends, struct.pack("<3i", 0, 3, 2**30)))
+    with pytest.raises(UserError, match=r"arrow: broken after row 0: .*[oO]ffset"):
+        list(read_rows(path, {"text"}))
 
 
 def test_zstd_and_gzip_files_may_be_made_of_several_parts(tmp_path: Path) -> None:
