@@ -37,7 +37,7 @@ class Metering(NodeTransformer):
         self.generic_visit(node)
         return node if node.ctx != "load" or _constant(node.items) else _call("literal", [node], node)
 
-    def visitTemplateDict(self, node: nodes.Dict) -> nodes.Node:
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
         return _call("literal", [node], node)
 
