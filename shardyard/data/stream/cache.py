@@ -63,7 +63,7 @@ class WindowCache:
     def windows_per_epoch(self) -> int | None:
         """The windows of an epoch: the same of each; None before anyone has met its end."""
         if self._end is None:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._end = int((self.folder / _END).read_text())
         return self._end
 
@@ -83,7 +83,7 @@ class WindowCache:
     def _load(self, key: tuple[int, int]) -> Window | None:
         try:
             return Window(self._path(key))
-        except (FileNotFoundError, ValueError):  # absent, or damaged: it is made again
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # absent, or damaged: it is made again
             return None
 
     def _make(self, key: tuple[int, int], workers: int) -> Window | None:

@@ -31,6 +31,7 @@ class FileLock:
         """Let go of it; in a forked child there is nothing to let go of."""
         if self in _held:
             _held.remove(self)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also for a child that is just being forked
             os.close(self._descriptor)
 
 
