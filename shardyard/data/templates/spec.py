@@ -7,6 +7,7 @@ stand for the tokenizer's own tokens in any slot. All other braces are plain tex
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -194,11 +195,13 @@ def known_tool_formats() -> tuple[str, ...]:
     return _names("tool_formats")
 
 
+@cache
 def load_named(name: str) -> TemplateSpec:
     """A template of this package; ``name`` is one of ``known_templates``."""
     return _read(files(_PACKAGE) / "named" / f"{name}.yaml", TemplateSpec, f"template {name}")
 
 
+@cache
 def load_tool_format(name: str) -> ToolFormat:
     """A tool format of this package; ``name`` is one of ``known_tool_formats``."""
     return _read(files(_PACKAGE) / "tool_formats" / f"{name}.yaml", ToolFormat, f"tool format {name}")
@@ -231,7 +234,7 @@ def _names(folder: str) -> tuple[str, ...]:
 def _read(path: Any, kind: type[_Spec], where: str) -> _Spec:
     text = read_text(path)
     try:
-        value, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        value = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -244,7 +247,7 @@ def _read(path: Any, kind: type[_Spec], where: str) -> _Spec:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"{where}:{_line(root, first['loc'])}: {key}: {first['msg']}; see docs/templates.md"
+            f"{where}:{_line(yaml.compose(text, yaml.SafeLoader), first['loc'])}: {key}: {first['msg']}; see docs/templates.md"
         ) from error
 
 
