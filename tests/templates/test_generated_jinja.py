@@ -79,8 +79,9 @@ CONVERSATIONS = {
     "calls, tools untold": Conversation(with_calls((ONE, TWO), "", None)),
 }
 SPECIAL = (
-    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<bos>", "<eos>", "[INST]", "[/INST]", "<|system|>", "<|user|>",
-    "<|assistant|>", "<|observation|>", "<|end|>", "[gMASK]", "<sop>", "<start_of_turn>", "<end_of_turn>",
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<bos>", "<eos>", "[INST]", "[/INST]", "<|system|>",
+    "<|user|>", "<|assistant|>", "<|observation|>", "<|end|>", "[gMASK]", "<sop>",
+    "<start_of_turn>", "<end_of_turn>",
     "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<｜User｜>", "<｜Assistant｜>",
     "<｜end▁of▁sentence｜>", "<|start|>", "<|message|>", "<|channel|>",
 )  # fmt: skip
@@ -120,8 +121,8 @@ def check(name: str, conversation: Conversation, **options: Any) -> bool:
             stop, known = replies[known], known + 1
             asked: dict[str, Any] = {"add_generation_prompt": True}
             if options["enable_thinking"] is not False:
-                # null gives the empty thought to replies without one, R1 opens a thought for replies with one:
-                # a prompt cannot know, so it is asked for
+                # null gives the empty thought to replies without one, R1 opens a thought for replies with
+                # one: a prompt cannot know, so it is asked for
                 plain = piece.prompt.endswith(("</think>\n\n", "final<|message|>", "<｜Assistant｜>"))
                 asked["enable_thinking"] = not plain or name == "deepseek3"
             assert render(stop, **asked) == text

@@ -143,10 +143,10 @@ def _advice(name: str, names: list[str]) -> str:
 def _check_tokens(name: str, spec: TemplateSpec, tools: ToolFormat | None, tokenizer: Any) -> None:
     """Raise UserError for the tokens of the template that the tokenizer lacks."""
     texts = spec.model_dump_json() + (tools.model_dump_json() if tools else "")
-    for key in ("bos", "eos"):
+    for key, named in (("bos", "a bos"), ("eos", "an eos")):
         if f"{{{key}}}" in texts and not getattr(tokenizer, f"{key}_token"):
             raise UserError(
-                f"data.template: {name} needs a {key} token, which the tokenizer {tokenizer.name_or_path!r} "
+                f"data.template: {name} needs {named} token, which the tokenizer {tokenizer.name_or_path!r} "
                 f"lacks; use another template, or null for the tokenizer's own"
             )
     wanted = (*spec.tokens, *((spec.eos,) if spec.eos else ()))
