@@ -78,21 +78,23 @@ def peer(tmp_path_factory):
     """Small cases of every branch of the index, and what megatron-core makes of them."""
     folder = tmp_path_factory.mktemp("samples")
     generator = np.random.default_rng(7)
-    # 9,000 to 11,000 tokens each; 1,000 samples of 16 tokens are therefore between one and two epochs.
-    a, b = (write(folder / name, generator, documents=250, longest=80) for name in ("a.1", "b"))
+    a, b = (write(folder / name, generator, documents=120, longest=80) for name in ("a.1", "b"))
     sentences = write(folder / "sentences", generator, documents=60, longest=30, sentences=True)
     short = write(folder / "short", generator, documents=20, longest=12)
-    two_epochs_of_short = (2 * IndexedReader(short).num_tokens - 1) // 7
+    in_an_epoch = (IndexedReader(short).num_tokens - 1) // 7
+    threshold = in_an_epoch + int(0.8 * in_an_epoch)  # from here on the second epoch is shuffled in
     jobs = {
-        "one set, two epochs": job([a], size=1000, cutoff_len=16),
-        "one set, last epoch nearly whole": job([short], size=two_epochs_of_short, cutoff_len=7, seed=0),
+        "one set, two epochs": job([a], size=1000, cutoff_len=8),
+        "last epoch just shuffled in": job([short], size=threshold, cutoff_len=7, seed=0),
+        "last epoch just apart": job([short], size=threshold - 1, cutoff_len=7, seed=0),
+        "a weight's surplus needs another epoch": job([short], [1.0], size=in_an_epoch, cutoff_len=7, seed=2),
         "one set, many epochs": job([short], size=400, cutoff_len=5, seed=3),
         "one set, one epoch": job([b], size=None, cutoff_len=16),
         "one set with a weight": job([short], [2.0], size=200, cutoff_len=8),
         "blend by weight, two epochs": job(
-            [a, b, sentences], [0.5, 0.3, 0.2], size=1000, cutoff_len=16, seed=42
+            [a, b, sentences], [0.5, 0.4, 0.1], size=1000, cutoff_len=16, seed=42
         ),
-        "blend by size": job([a, short, sentences], size=500, cutoff_len=16),
+        "blend by size": job([a, short, sentences], size=300, cutoff_len=16),
         "blend of all": job([a, short, sentences], size=None, cutoff_len=16),
         "documents longer than a sample": job([b], size=1500, cutoff_len=3, seed=9),
         "sequences split like documents": job([sentences], size=300, cutoff_len=4, split="7,2,1", part=1),
@@ -122,22 +124,12 @@ def test_samples_are_megatrons(peer):
             raise AssertionError(name) from error
 
 
-def test_the_cases_hold_a_last_epoch_that_stands_apart_and_one_that_does_not(peer):
-    """The rule in its own numbers: apart if the last epoch gives less than 80 % of an epoch's samples."""
-    epochs, apart = {}, {}
-    for name in ("one set, two epochs", "one set, last epoch nearly whole", "one set, many epochs"):
-        wanted = peer[0][name]
-        tokens = IndexedReader(wanted["prefixes"][0]).num_tokens
-        size, cutoff_len = wanted["sizes"][0], wanted["cutoff_len"]
-        epochs[name] = -(-(size * cutoff_len + 1) // tokens)
-        of_last = size - ((epochs[name] - 1) * tokens - 1) // cutoff_len
-        apart[name] = of_last < int(0.8 * ((tokens - 1) // cutoff_len))
-    assert epochs["one set, two epochs"] == 2
-    assert apart == {
-        "one set, two epochs": True,
-        "one set, last epoch nearly whole": False,
-        "one set, many epochs": True,
-    }
+@pytest.mark.parametrize("name", ["one set, two epochs", "blend by weight, two epochs"])
+def test_a_thousand_samples_take_two_epochs_of_each_set(peer, name):
+    wanted = peer[0][name]
+    assert wanted["sizes"][0] == wanted["take"] == 1000
+    for prefix, share in zip(wanted["prefixes"], wanted["weights"] or [1.0], strict=True):
+        assert 1 < 1000 * share * wanted["cutoff_len"] / IndexedReader(prefix).num_tokens < 2
 
 
 def test_ends_of_sequences_stand_in_for_the_token_where_no_text_holds_it(tmp_path):
