@@ -227,7 +227,8 @@ class _Loaded:
             replace(m, input_ids=ids, labels=labels, position_ids=positions)
             for m, (ids, labels, positions) in zip(self.micro_batches, columns, strict=True)
         )
-        return StepBatch(micro_batches, self.batch.epoch, self.batch.start, self.batch.end)
+        batch = self.batch
+        return StepBatch(micro_batches, batch.epoch, batch.start, batch.end, len(batch.units))
 
 
 def _as_it_is(loaded: _Loaded) -> _Loaded:

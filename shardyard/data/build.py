@@ -1,230 +1,283 @@
-"""The training data of a run: found in the cache by content, or tokenised by one rank and read by all."""
+"""The data of a run: prepared by one rank, opened by all, in an order that any number of ranks takes up."""
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardyard.config import Config
-from shardyard.data import key as keys
-from shardyard.data import sources
+from shardyard.config.data_rules import split_shares
+from shardyard.data.batches import Samples
+from shardyard.data.eval_sets import CountedSamples, EvalSet
+from shardyard.data.indexed import MegatronSamples
+from shardyard.data.key import digest, document_parts, quick_facts, sample_parts
 from shardyard.data.leader import Prepared, Rendezvous, Role, prepare_once
-from shardyard.data.pipeline import Pipeline, run_pipeline
+from shardyard.data.mixing import kept_for_validation, order_of_run
+from shardyard.data.order import EpochOrder
+from shardyard.data.parts import (
+    ChosenSamples,
+    JoinedSamples,
+    Part,
+    open_held_out,
+    open_part,
+    open_whole,
+    token_prefix,
+)
+from shardyard.data.prepare import Preparation, cache_folder
 from shardyard.data.report import Preview, Report, preview
-from shardyard.data.sources import DatasetEntry
-from shardyard.data.store import SampleStore, StoreWriter, read_manifest
+from shardyard.data.sampler import ElasticSampler, Sampler, global_batch_of
+from shardyard.data.sets import resolve_sets
+from shardyard.data.stream import Stream, build_stream
+from shardyard.data.stream.build import Seat
 from shardyard.data.types import IGNORE_INDEX
-from shardyard.data.workers import default_workers
 from shardyard.errors import UserError
+
+__all__ = ["RunData", "build_run_data", "cache_folder"]
 
 logger = logging.getLogger("shardyard.data")
 
 
 @dataclass(frozen=True)
-class TrainData:
-    """The samples of a run, what became of the input, and one sample for the eye."""
+class RunData:
+    """The samples of a run and the batches that they come in."""
 
-    store: SampleStore
-    report: Report
+    samples: Samples
+    sampler: Sampler
+    parts: tuple[Part, ...]
+    evals: tuple[EvalSet, ...]
+    identity: str
+    """Names the sequence that the run's cursor counts in: data, order and seed."""
     preview: Preview
+    merge_packs: bool = False
+    stream: Stream | None = None
+    """Where the samples come from, if they are read while training goes on."""
 
     @property
-    def preview_text(self) -> str:
-        """The preview's text, trained parts in ``[[ ]]``."""
-        return self.preview.text
+    def report(self) -> Report:
+        """The counts of all data sets together."""
+        return Report.total([part.report for part in self.parts])
+
+    def close(self) -> None:
+        """End what works for a stream in the background; nothing without one."""
+        if self.stream is not None:
+            self.stream.close()
 
 
-def build_train_data(
+def build_run_data(
     config: Config,
     tokenizer: Any,
     *,
+    dp_size: int = 1,
     role: Role | None = None,
+    node: Role | None = None,
     rendezvous: Rendezvous | None = None,
     local_ranks: int = 1,
-) -> TrainData:
-    """Tokenise the data set of ``config``, or open what an earlier run has tokenised from the same content.
+    vocab_size: int | None = None,
+) -> RunData:
+    """Prepare the data that ``config`` names, or open what an earlier run prepared from the same content.
 
-    The leader of each group of ranks works; the others wait at ``rendezvous``, without a collective. The
-    samples lie in ``<model.cache_dir or ~/.cache/shardyard>/tokenized/<key>``, or in ``data.tokenized_path``:
-    a folder that is absent or empty is filled, one that holds samples of the same key is read, any other is
-    refused (with ``overwrite_cache``, samples of another key are replaced; a folder that holds something else
-    never is).
+    The leader of each group of ranks works; the others wait at ``rendezvous``, without a collective. Prepared
+    data lies in ``<model.cache_dir or ~/.cache/shardyard>/tokenized/<key>``, or in ``data.tokenized_path``: a
+    folder that is absent or empty is filled, one that holds the same is read, any other is refused (with
+    ``overwrite_cache``, samples made otherwise are replaced; a folder that holds something else never is).
+
+    ``dp_size`` is the number of ranks that see different batches; ``node`` is this rank's part on its node,
+    where a stream is made, whoever prepares the rest; ``vocab_size`` is the model's, beyond which a stream
+    refuses ids (other data tells its largest id in ``report``).
 
     Raises:
         UserError: on every rank, for a fault in the input or settings, or when nothing would be trained.
     """
-    prepared = prepare_once(
-        lambda: _prepare(config, tokenizer, local_ranks), role or Role(), rendezvous, name="train"
-    )
-    store = _open(prepared.path, config)
-    return TrainData(store, Report.from_json(store.manifest["report"]), _preview(store, tokenizer))
-
-
-def cache_folder(config: Config) -> Path:
-    """Where tokenised samples are kept."""
-    return Path(config.model.cache_dir or "~/.cache/shardyard").expanduser().absolute() / "tokenized"
-
-
-def _open(path: Path, config: Config) -> SampleStore:
-    if config.data.data_shared_file_system and not path.exists():
-        raise UserError(
-            f"data.data_shared_file_system: true, but {path}, which rank 0 wrote, is not to be seen from "
-            "this machine; put model.cache_dir or data.tokenized_path on the shared file system, or set it "
-            "to false"
-        )
-    return SampleStore.open(path)
-
-
-def _prepare(config: Config, tokenizer: Any, local_ranks: int) -> Prepared:
     if config.data.dataset is None:
         raise UserError("data.dataset: nothing to train on; name a file, a folder or a data set")
-    cache = cache_folder(config)
-    entries = sources.resolve_datasets(config.data.dataset, config.data.dataset_dir)
-    hasher = keys.FileHasher(cache / "files.json")
-    facts = {file: hasher.facts(file) for entry in entries for file in entry.files}
-    parts = keys.key_parts(config, entries, tokenizer, facts)
-    key = keys.digest(parts)
-    named = config.data.tokenized_path
-    path = Path(named).expanduser().absolute() if named else cache / key
-    if not config.data.overwrite_cache and _is_ready(path, key, parts, explicit=path != cache / key):
-        return Prepared(path, key)
-    if path != cache / key:
-        _refuse_foreign_folder(path)
-    last = cache / "last" / f"{keys.identity(config)}.json"
-    _say_why(path, last, parts, config.data.overwrite_cache)
-    workers = config.data.preprocessing_num_workers or default_workers(
-        sum(file.stat().st_size for file in facts), local_ranks
-    )
-    began = time.monotonic()
-    pipeline = make_pipeline(config, tokenizer, entries)
-    with StoreWriter(path) as writer:
-        total = _expected_rows(entries, facts, config.data.max_samples)
-        report = run_pipeline(pipeline, writer, workers=workers, total=total)
-        report.require_training_data()
-        manifest = {"key": key, "parts": parts, "report": report.to_json()}
-        writer.finish(manifest, replace=config.data.overwrite_cache or _is_damaged(path))
-    logger.info(
-        "data: %d samples from %d %s in %.1f s (%d %s), kept in %s",
-        report.samples, report.rows, report.unit, time.monotonic() - began, workers,
-        "process" if workers == 1 else "processes", path,
-    )  # fmt: skip
-    _remember(last, parts)
-    return Prepared(path, key)
-
-
-def make_pipeline(config: Config, tokenizer: Any, entries: Sequence[DatasetEntry]) -> Pipeline:
-    """The way from these entries to samples: a token stream for ``mg``, conversations for ``lf``."""
+    preparation = Preparation(config, tokenizer, local_ranks)
+    role = role or Role()
+    if config.data.streaming:
+        evals = _named_evals(config, preparation, role, rendezvous)
+        seat = _seat(config, node or role, rendezvous)
+        return _as_stream(config, tokenizer, evals, seat, dp_size, vocab_size)
+    prepared = prepare_once(lambda: preparation.run(config.data.dataset), role, rendezvous, "train")
+    evals = _named_evals(config, preparation, role, rendezvous)
+    if config.data.index_compat is not None:
+        return _as_megatron(config, tokenizer, prepared, evals, dp_size)
+    parts = tuple(open_part(config, one, number) for number, one in enumerate(prepared.sets))
+    Report.total([part.report for part in parts]).require_training_data()
+    joined = JoinedSamples([part.samples for part in parts])
+    kept_out = kept_for_validation(config, len(joined))
+    order = order_of_run(config, parts, joined, kept_out)
+    evals += _held_out(config, prepared, joined, kept_out)
     data = config.data
-    if data.data_manager_type == "mg":
-        from shardyard.data.pretrain import DocumentTokenizer, PretrainPipeline, Windows
-
-        tokenize = DocumentTokenizer(
-            tokenizer, append_eod=data.append_eod, split_special_tokens=config.model.split_special_tokens
-        )
-        windows = Windows(data.cutoff_len, reset_attention_mask=data.reset_attention_mask)
-        return PretrainPipeline(
-            entries, tokenize, windows, max_samples=data.max_samples, batch_size=data.preprocessing_batch_size
-        )
-    from shardyard.data.encode import Encoder
-    from shardyard.data.finetune import FinetunePipeline
-
-    encoder = Encoder.from_config(config, tokenizer)
-    return FinetunePipeline(
-        entries, encoder, max_samples=data.max_samples, batch_size=data.preprocessing_batch_size
+    return RunData(
+        samples=joined,
+        sampler=ElasticSampler.of(config.training, order, dp_size=dp_size),
+        parts=parts,
+        evals=tuple(evals),
+        identity=f"samples {prepared.key}, {order.describe()}{_told(config)}",
+        preview=first_preview(joined, tokenizer),
+        merge_packs=data.cross_document_attention and data.packing,
     )
 
 
-def _is_ready(path: Path, key: str, parts: Mapping[str, Any], *, explicit: bool) -> bool:
-    manifest = read_manifest(path)
-    if manifest is None:
-        return False
-    if manifest.get("key") != key:
-        if not explicit:
-            return False
-        changes = "; ".join(keys.differences(manifest.get("parts", {}), parts)) or "the key"
-        raise UserError(
-            f"data.tokenized_path: {path} holds samples that were made otherwise: {changes}. Give another "
-            f"folder, or set data.overwrite_cache to true to replace them"
+def _seat(config: Config, node: Role, rendezvous: Rendezvous | None) -> Seat:
+    """This rank's place at a stream: the ranks of a node share a folder that no other run has."""
+    run_id = secrets.token_hex(8)
+    if rendezvous is not None:
+        if node.is_leader:
+            rendezvous.publish(f"data/stream/{node.group}", run_id)
+        run_id = rendezvous.wait(f"data/stream/{node.group}")
+    return Seat(cache_folder(config).parent / "stream", "", run_id, node.is_leader)
+
+
+def _as_stream(
+    config: Config,
+    tokenizer: Any,
+    evals: list[EvalSet],
+    seat: Seat,
+    dp_size: int,
+    vocab_size: int | None,
+) -> RunData:
+    named = resolve_sets(config, config.data.dataset)
+    for one in named:
+        if one.prefix is not None:
+            raise UserError(
+                f"data.streaming: {one.prefix}.bin is mapped into memory, which reads no more than is "
+                "needed; set "
+                "data.streaming to false"
+            )
+    entries = [one.entry for one in named if one.entry is not None]
+    parts = document_parts if config.data.data_manager_type == "mg" else sample_parts
+    key = digest(
+        {
+            one.name: parts(config, one, tokenizer, {file: quick_facts(file) for file in one.files})
+            for one in entries
+        }
+    )
+    stream = build_stream(
+        config, entries, tokenizer, key=key, run_id=seat.run_id, folder=seat.root,
+        is_local_leader=seat.is_local_leader, global_batch=global_batch_of(config.training, dp_size),
+        vocab_size=vocab_size,
+    )  # fmt: skip
+    shown = stream.preview_sample
+    return RunData(
+        samples=stream.store,
+        sampler=stream.sampler,
+        parts=(Part("the stream's first window", [], stream.first_report, stream.folder),),
+        evals=tuple(evals),
+        identity=f"samples {key}, {stream.order}",
+        preview=Preview("(none)", [], []) if shown is None else preview(shown, tokenizer),
+        merge_packs=config.data.cross_document_attention and config.data.packing,
+        stream=stream,
+    )
+
+
+def _told(config: Config) -> str:
+    """What else the numbering of samples depends on."""
+    data = config.data
+    told = ""
+    if data.data_manager_type == "mg" and config.training.stage == "pt":
+        told = f", windows of {data.cutoff_len} tokens, split {split_shares(data.split)}"
+        told += f", reset {data.reset_attention_mask}"
+    return told + (f", without {data.val_size} for validation" if data.val_size else "")
+
+
+def _named_evals(
+    config: Config, preparation: Preparation, role: Role, rendezvous: Rendezvous | None
+) -> list[EvalSet]:
+    """The sets of ``data.eval_dataset``: one of all together, or each apart with eval_on_each_dataset."""
+    if not config.data.eval_dataset:
+        return []
+    prepared = prepare_once(lambda: preparation.run(config.data.eval_dataset), role, rendezvous, "eval")
+    sets = [EvalSet(one.name, open_whole(config, one)) for one in prepared.sets]
+    return sets if config.data.eval_on_each_dataset else _together(sets)
+
+
+def _held_out(
+    config: Config, prepared: Prepared, joined: JoinedSamples, kept_out: np.ndarray
+) -> list[EvalSet]:
+    if len(kept_out):
+        return [EvalSet("validation", ChosenSamples(joined, kept_out))]
+    return _split_evals(config, prepared)
+
+
+def _split_evals(config: Config, prepared: Prepared) -> list[EvalSet]:
+    """The documents that ``data.split`` keeps for validation."""
+    is_stream = config.data.data_manager_type == "mg" and config.training.stage == "pt"
+    if not is_stream or split_shares(config.data.split)[1] == 0:
+        return []
+    sets = [EvalSet(one.name, open_held_out(config, one, number)) for number, one in enumerate(prepared.sets)]
+    return _together([one for one in sets if len(one.samples)])
+
+
+def _together(sets: Sequence[EvalSet]) -> list[EvalSet]:
+    if not sets:
+        raise UserError("data.split: its validation share is too small for one document; make it larger")
+    if len(sets) == 1:
+        return [EvalSet("validation", sets[0].samples)]
+    return [EvalSet("validation", JoinedSamples([one.samples for one in sets]))]
+
+
+def _as_megatron(
+    config: Config, tokenizer: Any, prepared: Prepared, evals: list[EvalSet], dp_size: int
+) -> RunData:
+    """The samples that megatron-core gives for this seed, in its order: the shuffling is in the index."""
+    training, data = config.training, config.data
+    prefixes = [token_prefix(one) for one in prepared.sets]
+    weights = [one.weight for one in prepared.sets if one.weight is not None]
+    wanted = None
+    if training.max_steps > 0:
+        wanted = training.max_steps * global_batch_of(training, dp_size)
+    elif weights or len(prefixes) == 1:
+        wanted = max(1, round(training.num_train_epochs * _epoch_size(config, prefixes)))
+    samples = MegatronSamples(
+        prefixes, weights or None, split=data.split, num_samples=wanted, cutoff_len=data.cutoff_len,
+        seed=training.seed, reset_attention_mask=data.reset_attention_mask,
+    )  # fmt: skip
+    order = EpochOrder(len(samples), seed=training.seed, shuffle=False)
+    inputs = len(samples) * data.cutoff_len
+    report = Report.total([Report.from_json(one.report) for one in prepared.sets])
+    report.samples, report.tokens, report.trained_tokens = len(samples), inputs, inputs
+    report.shortest = report.longest = data.cutoff_len
+    sampler = ElasticSampler(
+        order,
+        global_batch=global_batch_of(training, dp_size),
+        drop_last=training.dataloader_drop_last,
+        num_train_epochs=1.0,
+        max_steps=training.max_steps,
+    )
+    return RunData(
+        samples=samples,
+        sampler=sampler,
+        parts=(Part("megatron's index", samples, report, prefixes[0]),),
+        evals=(*evals, *_split_evals(config, prepared)),
+        identity=f"megatron's samples of {prepared.key}, seed {training.seed}, {data.cutoff_len} tokens, "
+        f"split {data.split}, {len(samples)} in all",
+        preview=first_preview(samples, tokenizer),
+    )
+
+
+def _epoch_size(config: Config, prefixes: Sequence[Path]) -> int:
+    """Megatron's samples in one epoch of every set."""
+    data = config.data
+    return sum(
+        len(
+            MegatronSamples(
+                [prefix], split=data.split, num_samples=None, cutoff_len=data.cutoff_len,
+                seed=config.training.seed,
+            )
         )
-    try:
-        store = SampleStore.open(path)
-    except UserError as error:
-        logger.warning("data: %s; building it again", error)
-        return False
-    logger.info("data: %d samples from the cache %s", len(store), path)
-    return True
+        for prefix in prefixes
+    )  # fmt: skip
 
 
-def _is_damaged(path: Path) -> bool:
-    if read_manifest(path) is None:
-        return True
-    try:
-        SampleStore.open(path)
-    except UserError:
-        return True
-    return False
-
-
-def _refuse_foreign_folder(path: Path) -> None:
-    if path.exists() and read_manifest(path) is None and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(
-            f"data.tokenized_path: {path} holds something other than tokenised samples of this program; "
-            f"give another folder, or an empty one"
-        )
-
-
-def _say_why(path: Path, last: Path, parts: Mapping[str, Any], overwrite: bool) -> None:
-    if overwrite:
-        logger.info("data: tokenising (data.overwrite_cache is true)")
-        return
-    try:
-        before = json.loads(last.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        before = None
-    changes = keys.differences(before, parts) if isinstance(before, dict) else []
-    if changes:
-        logger.info("data: tokenising again: %s", "; ".join(changes))
-    else:
-        logger.info("data: tokenising (nothing in %s yet)", path)
-
-
-def _remember(last: Path, parts: Mapping[str, Any]) -> None:
-    temporary = last.with_name(f"{last.name}.{id(parts)}")
-    try:  # only tells why a later run tokenises again
-        last.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(parts, ensure_ascii=False, default=str), encoding="utf-8")
-        temporary.replace(last)
-    except OSError as error:
-        logger.debug("cannot write %s: %s", last, error)
-
-
-def _expected_rows(
-    entries: Sequence[DatasetEntry], facts: Mapping[Path, keys.FileFacts], max_samples: int | None
-) -> int | None:
-    """The rows of the input, where they can be told without reading it again (a JSON array's cannot)."""
-    total = 0
-    for entry in entries:
-        rows = 0
-        for file in entry.files:
-            if file.suffix in (".jsonl", ".txt"):
-                rows += facts[file].newlines
-            elif file.suffix == ".parquet":
-                rows += sources.parquet_rows(file)
-            else:
-                return None
-        if entry.num_samples is not None:
-            rows = entry.num_samples
-        total += rows if max_samples is None else min(rows, max_samples)
-    return total
-
-
-def _preview(store: SampleStore, tokenizer: Any) -> Preview:
+def first_preview(samples: CountedSamples, tokenizer: Any) -> Preview:
     """The first sample with a trained token, of the first hundred."""
-    candidates = (store[index] for index in range(min(len(store), 100)))
-    sample = next((s for s in candidates if (s.labels != IGNORE_INDEX).any()), store[0])
+    candidates = (samples[index] for index in range(min(len(samples), 100)))
+    sample = next((s for s in islice(candidates, 100) if (s.labels != IGNORE_INDEX).any()), samples[0])
     return preview(sample, tokenizer)

@@ -11,7 +11,8 @@ from shardyard.data.converters import Dropped, convert
 from shardyard.data.encode import Samples
 from shardyard.data.pipeline import batched
 from shardyard.data.report import Encoded
-from shardyard.data.sources import DatasetEntry, Row
+from shardyard.data.sources import BadRow, DatasetEntry, Row
+from shardyard.data.sources.readers import Policy
 from shardyard.data.store import SampleBlock
 from shardyard.data.types import Conversation, Sample
 
@@ -28,18 +29,25 @@ class FinetunePipeline:
     unit = "rows"
 
     def __init__(
-        self, entries: Sequence[DatasetEntry], encoder: Encodes, *, max_samples: int | None, batch_size: int
+        self,
+        entries: Sequence[DatasetEntry],
+        encoder: Encodes,
+        *,
+        max_samples: int | None,
+        batch_size: int,
+        on_bad_row: Policy = "stop",
     ) -> None:
         self._entries = entries
+        self._on_bad_row: Policy = on_bad_row
         self._max_samples = max_samples
         self._batch_size = batch_size
         self.work = ConversationEncoder(entries, encoder)
 
-    def batches(self) -> Iterator[list[tuple[int, Row]]]:
+    def batches(self) -> Iterator[list[tuple[int, Row | BadRow]]]:
         rows = (
             (number, row)
             for number, entry in enumerate(self._entries)
-            for row in islice(sources.iter_rows(entry), self._max_samples)
+            for row in islice(sources.iter_rows(entry, on_bad_row=self._on_bad_row), self._max_samples)
         )
         return batched(rows, self._batch_size)
 
@@ -57,11 +65,14 @@ class ConversationEncoder:
         self._entries = entries
         self._encoder = encoder
 
-    def __call__(self, batch: Sequence[tuple[int, Row]]) -> Encoded:
+    def __call__(self, batch: Sequence[tuple[int, Row | BadRow]]) -> Encoded:
         samples: list[Sample] = []
         dropped: list[tuple[str, str]] = []
         truncated = split = 0
         for number, row in batch:
+            if isinstance(row, BadRow):
+                dropped.append((row.reason, row.where))
+                continue
             conversation = convert(row, self._entries[number])
             outcome = (
                 self._encoder.encode(conversation) if isinstance(conversation, Conversation) else conversation

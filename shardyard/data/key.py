@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardyard.config import Config
 from shardyard.data.sources import DatasetEntry
 from shardyard.errors import UserError
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raise it whenever the same input and settings give other samples than before."""
 
 _CHANGE_NO_TOKEN = frozenset(
@@ -28,18 +28,35 @@ _CHANGE_NO_TOKEN = frozenset(
         "dataset",  # the entries and the contents of their files stand for these two
         "dataset_dir",
         "eval_dataset",
+        "val_size",
+        "split",
         "overwrite_cache",
         "preprocessing_batch_size",
         "preprocessing_num_workers",
         "tokenized_path",
         "data_shared_file_system",
         "no_shared_storage",
+        "create_attention_mask_in_dataloader",
         "eval_num_beams",
         "eval_on_each_dataset",
+        "streaming",
         "buffer_size",
         "dataloader_type",
+        "data_manager_type",
+        "mix_strategy",  # from here on: how samples are chosen, ordered and joined, after they are made
+        "interleave_probs",
+        "packing",
+        "neat_packing",
+        "cross_document_attention",
+        "append_eod",  # from here on: of token streams
+        "reset_attention_mask",
+        "index_compat",
     }
 )
+"""Settings of ``data`` that leave the samples of conversations as they are."""
+
+_CHANGE_DOCUMENTS = ("append_eod", "max_samples", "on_bad_row")
+"""The only settings of ``data`` that tokenised documents depend on: windows are cut when they are read."""
 
 _MEMO_FROM = 16 * 2**20
 """Bytes from which a file's hash is remembered; smaller ones are read again each time."""
@@ -99,25 +116,75 @@ class FileHasher:
             temporary.unlink(missing_ok=True)
 
 
-def key_parts(
-    config: Config, entries: Iterable[DatasetEntry], tokenizer: Any, facts: Mapping[Path, FileFacts]
+def sample_parts(
+    config: Config, entry: DatasetEntry, tokenizer: Any, facts: Mapping[Path, FileFacts]
 ) -> dict[str, Any]:
-    """All that the samples depend on, under names that a message can show.
+    """All that the samples of an entry's conversations depend on, under names that a message can show.
 
-    ``facts`` hold every file of ``entries``.
+    ``facts`` hold every file of ``entry``.
     """
-    parts: dict[str, Any] = {"code version": CODE_VERSION, "training.stage": config.training.stage}
-    parts["model.split_special_tokens"] = config.model.split_special_tokens
-    for name, value in config.data.model_dump(mode="json").items():
-        if name not in _CHANGE_NO_TOKEN:
-            parts[f"data.{name}"] = value
-    for number, entry in enumerate(entries, start=1):
-        for name, value in _describe(entry, facts).items():
-            parts[f"dataset {number}: {name}"] = value
-    parts |= tokenizer_parts(tokenizer)
-    return json.loads(
-        json.dumps(parts, default=str)
-    )  # as it will be read back, so that the two compare equal
+    values = config.data.model_dump(mode="json")
+    settings = {f"data.{name}": value for name, value in values.items() if name not in _CHANGE_NO_TOKEN}
+    template = config.data.template
+    if template is not None and Path(template).is_file():
+        settings["the template file"] = _sha(Path(template).read_text(encoding="utf-8", errors="replace"))
+    return _parts("samples", config, settings, entry, tokenizer_parts(tokenizer), facts)
+
+
+def document_parts(
+    config: Config, entry: DatasetEntry, tokenizer: Any, facts: Mapping[Path, FileFacts]
+) -> dict[str, Any]:
+    """All that an entry's tokenised documents depend on."""
+    settings = {f"data.{name}": getattr(config.data, name) for name in _CHANGE_DOCUMENTS}
+    content = tokenizer_parts(tokenizer)
+    del content["tokenizer's chat template"]
+    return _parts("documents", config, settings, entry, content, facts)
+
+
+def _parts(
+    kind: str,
+    config: Config,
+    settings: Mapping[str, Any],
+    entry: DatasetEntry,
+    tokenizer: Mapping[str, Any],
+    facts: Mapping[Path, FileFacts],
+) -> dict[str, Any]:
+    described = {f"dataset: {name}": value for name, value in _describe(entry, facts).items()}
+    parts = {
+        "code version": CODE_VERSION,
+        "kind": kind,
+        "model.split_special_tokens": config.model.split_special_tokens,
+        **settings,
+        **described,
+        **tokenizer,
+    }
+    # as it will be read back, so that the two compare equal
+    return json.loads(json.dumps(parts, default=str))
+
+
+def quick_facts(file: Path) -> FileFacts:
+    """A hash of a file's size, first and last MiB: of a stream nobody wants to read the whole file first.
+
+    Raises UserError if the file cannot be read.
+    """
+    sha = hashlib.sha256()
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            sha.update(str(size).encode() + stream.read(2**20))
+            stream.seek(max(size - 2**20, 0))
+            sha.update(stream.read(2**20))
+    except OSError as error:
+        raise UserError(f"data.dataset: cannot read {file}: {error.strerror or error}") from error
+    return FileFacts(sha.hexdigest(), newlines=0)
+
+
+def indexed_key(idx: Path, bin_size: int) -> str:
+    """The key of token files that are there already: their index, and how long the tokens are.
+
+    The tokens themselves are not hashed: they may be terabytes.
+    """
+    return _sha([_read_facts(idx).sha256, bin_size])
 
 
 def tokenizer_parts(tokenizer: Any) -> dict[str, Any]:
@@ -156,9 +223,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def identity(config: Config) -> str:
-    """Names the data set whatever the settings: what was built last for it tells why it is built again."""
-    return _sha([config.training.stage, config.data.dataset, os.path.abspath(config.data.dataset_dir)])
+def identity(config: Config, kind: str, name: str) -> str:
+    """Names a data set whatever the settings: what was built last for it tells why it is built again."""
+    return _sha([kind, name, os.path.abspath(config.data.dataset_dir)])
 
 
 def _describe(entry: DatasetEntry, facts: Mapping[Path, FileFacts]) -> dict[str, Any]:

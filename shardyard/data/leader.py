@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
 from shardyard.errors import UserError
 
@@ -38,11 +37,34 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Where a leader has put the samples, and their key."""
+class PreparedSet:
+    """Where a leader has put one data set.
 
-    path: Path
+    ``samples`` is a folder of tokenised samples, ``documents`` one of tokenised documents; ``indexed`` is a
+    prefix of .bin/.idx that was there before, ``packed`` one of packed fine-tuning files. ``report`` counts
+    its rows (``Report.to_json``).
+    """
+
+    kind: Literal["samples", "documents", "indexed", "packed"]
+    name: str
+    path: str
+    report: dict[str, Any]
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All data sets of a run, and the key of their content."""
+
     key: str
+    sets: tuple[PreparedSet, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Prepared:
+        return cls(values["key"], tuple(PreparedSet(**one) for one in values["sets"]))
 
 
 def prepare_once(
@@ -64,7 +86,7 @@ def prepare_once(
         told = json.loads(rendezvous.wait(f"data/{name}/{group}"))
         if "error" in told:
             raise UserError(told["error"])
-        results.append(Prepared(Path(told["path"]), told["key"]))
+        results.append(Prepared.from_json(told))
     for group, result in enumerate(results):
         if result.key != results[0].key:
             raise UserError(
@@ -81,4 +103,4 @@ def _prepare_and_tell(prepare: Callable[[], Prepared], rendezvous: Rendezvous, k
         told = str(error) if isinstance(error, UserError) else f"the rank that prepares the data: {error!r}"
         rendezvous.publish(key, json.dumps({"error": told}))
         raise
-    rendezvous.publish(key, json.dumps({"path": str(prepared.path), "key": prepared.key}))
+    rendezvous.publish(key, json.dumps(prepared.to_json()))

@@ -73,6 +73,22 @@ class Report:
         self.tokens += len(block.input_ids)
         self.trained_tokens += int(np.count_nonzero(block.labels != IGNORE_INDEX))
 
+    @classmethod
+    def total(cls, reports: Sequence[Report]) -> Report:
+        """The counts of several inputs together."""
+        total = cls(reports[0].unit)
+        for report in reports:
+            for name in _SUMS:
+                setattr(total, name, getattr(total, name) + getattr(report, name))
+            for reason, drop in report.dropped.items():
+                known = total.dropped.setdefault(reason, Dropped(0, drop.first))
+                known.count += drop.count
+            if report.samples:
+                total.shortest = min(total.shortest or report.shortest, report.shortest)
+                total.longest = max(total.longest, report.longest)
+            total.largest_id = max(total.largest_id, report.largest_id)
+        return total
+
     def lines(self) -> list[str]:
         """The table, one line a count."""
         table: list[tuple[str, str]] = [(f"{self.unit} read", str(self.rows))]
@@ -114,6 +130,9 @@ class Report:
     def from_json(cls, values: dict[str, Any]) -> Report:
         dropped = {reason: Dropped(**drop) for reason, drop in values["dropped"].items()}
         return cls(**{**values, "dropped": dropped})
+
+
+_SUMS = ("rows", "truncated", "split", "samples", "tokens", "trained_tokens")
 
 
 class Decoder(Protocol):

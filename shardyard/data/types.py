@@ -115,8 +115,8 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     epoch: int
     start: int
-    """The run's data cursor before this batch: samples consumed since the run began, over all epochs and
-    ranks.
-    """
+    """The run's data cursor before this batch."""
     end: int
-    """The cursor after it; ``end - start`` is the number of samples in the global batch."""
+    """The cursor after it."""
+    size: int
+    """Units of the global batch, over all ranks: samples, or packs of samples."""

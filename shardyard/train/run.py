@@ -15,9 +15,9 @@ from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, resolve_layout
 from shardyard.config.resolved import format_table
 from shardyard.data.batches import BatchLoader
-from shardyard.data.build import TrainData, build_train_data
+from shardyard.data.build import RunData, build_run_data
 from shardyard.data.leader import Role
-from shardyard.data.sampler import ElasticSampler
+from shardyard.data.sampler import Sampler
 from shardyard.data.templates import build_template, chat_template_of
 from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import Device, ProcessGroup, detect_device, local_ranks, start_process_group
@@ -27,6 +27,7 @@ from shardyard.models.table import startup_table
 from shardyard.monitor import Monitor, log_run_start
 from shardyard.optim import Schedule, build_optimizer
 from shardyard.parallel import Meshes, build_meshes
+from shardyard.train.evaluation import Evaluator
 from shardyard.train.resume import restore, training_settings
 from shardyard.train.run_folder import claim_output_dir, look_at_output_dir
 from shardyard.train.step import TrainStep
@@ -71,7 +72,8 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     model_config = load_model_config(config.model, source)
     tokenizer = load_tokenizer(config.model)
     logger.info("> Building DataFactory...")
-    data = _build_data(config, tokenizer, group)
+    vocab_size = model_config.get_text_config().vocab_size
+    data = _build_data(config, tokenizer, group, layout, vocab_size)
     if template := _named_template(config):
         build_template(template, tokenizer)  # sets the tokenizer's eos, also when the cache had the samples
     _check_fit(data, model_config.get_text_config())
@@ -89,6 +91,11 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     trainer = _assemble(loaded, data, built, optimizer, meshes, device, group, resume_from, tokenizer)
     trainer.observe = observe
     state = trainer.train()
+    if data.stream is not None:
+        logger.info("what the stream has given:")
+        for line in data.stream.store.report().lines():
+            logger.info(line)
+    data.close()
     if config.training.save_hf_weights:
         _export(config, built, tokenizer)
     trainer.monitor.close()
@@ -97,7 +104,7 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
 
 def _assemble(
     loaded: Loaded,
-    data: TrainData,
+    data: RunData,
     built: BuiltModel,
     optimizer: torch.optim.Optimizer,
     meshes: Meshes,
@@ -107,16 +114,15 @@ def _assemble(
     tokenizer: Any,
 ) -> Trainer:
     config, training = loaded.config, loaded.config.training
-    sampler = ElasticSampler.of(training, len(data.store), dp_size=meshes.dp_size)
+    sampler = data.sampler
     logger.info("> Building Checkpointer...")
     store = CheckpointStore(Path(training.output_dir), save_total_limit=training.save_total_limit)
-    order = f"samples {data.store.manifest['key']}, seed {training.seed}, shuffled {sampler.shuffle}"
     settings = {
         "global_batch": sampler.global_batch,
         "ranks": group.world_size,
         **training_settings(training),
     }
-    state = restore(store, resume_from, built, optimizer, order, settings)
+    state = restore(store, resume_from, built, optimizer, data.identity, settings)
     if training.save_hf_weights:
         check_exportable(built.model, source_dir=_source_of(config, built), tokenizer=tokenizer)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
@@ -125,10 +131,11 @@ def _assemble(
         on_nonfinite=training.on_nonfinite, packed=built.unpacked is None, seed=training.seed,
     )  # fmt: skip
     batches = BatchLoader(
-        data.store, sampler, dp_rank=meshes.dp_rank, dp_size=meshes.dp_size,
+        data.samples, sampler, dp_rank=meshes.dp_rank, dp_size=meshes.dp_size,
         per_device=training.per_device_train_batch_size, start_cursor=state.cursor, start_step=state.step,
         num_workers=training.dataloader_num_workers, prefetch_factor=training.dataloader_prefetch_factor,
         pin_memory=training.dataloader_pin_memory, persistent_workers=training.dataloader_persistent_workers,
+        merge_packs=data.merge_packs,
     )  # fmt: skip
     _agree(group, "run folder", lambda: claim_output_dir(loaded))
     logger.info("> Building Monitor...")
@@ -138,7 +145,7 @@ def _assemble(
         log_cpu_memory=training.log_cpu_memory, is_main=group.is_main, resume_step=state.step,
     )  # fmt: skip
     log_run_start(
-        num_examples=len(data.store), num_epochs=round(schedule.total / sampler.updates_per_epoch, 2),
+        num_examples=None if data.stream else data.report.samples, num_epochs=_num_epochs(schedule, sampler),
         total_batch_size=sampler.global_batch,
         gradient_accumulation_steps=training.gradient_accumulation_steps, total_steps=schedule.total,
     )  # fmt: skip
@@ -154,7 +161,21 @@ def _assemble(
         state,
         settings,
         saved_at=state.step,
+        evaluator=_evaluator(config, data, built, meshes, device, group),
     )
+
+
+def _evaluator(
+    config: Config, data: RunData, built: BuiltModel, meshes: Meshes, device: Device, group: ProcessGroup
+) -> Evaluator | None:
+    if not data.evals:
+        return None
+    training = config.training
+    return Evaluator(
+        built.model, group, device, data.evals, dp_rank=meshes.dp_rank, dp_size=meshes.dp_size,
+        per_device=training.per_device_eval_batch_size or training.per_device_train_batch_size,
+        packed=built.unpacked is None,
+    )  # fmt: skip
 
 
 _ALWAYS_SHOWN = {
@@ -175,29 +196,51 @@ def _report_config(loaded: Loaded, layout: Layout, device: Device) -> None:
     logger.info("%d rank(s) on %s: %s", layout.world_size, device.type, layout)
 
 
-def _build_data(config: Config, tokenizer: Any, group: ProcessGroup) -> TrainData:
-    role = Role.of(
-        rank=group.rank, local_rank=group.local_rank, node_rank=group.node_rank, num_nodes=group.num_nodes,
-        shared_file_system=config.data.data_shared_file_system,
+def _num_epochs(schedule: Schedule, sampler: Sampler) -> float | None:
+    updates = sampler.updates_per_epoch
+    return round(schedule.total / updates, 2) if updates else None
+
+
+def _build_data(
+    config: Config, tokenizer: Any, group: ProcessGroup, layout: Layout, vocab_size: int
+) -> RunData:
+    role, node = (
+        Role.of(
+            rank=group.rank, local_rank=group.local_rank, node_rank=group.node_rank,
+            num_nodes=group.num_nodes, shared_file_system=shared,
+        )
+        for shared in (config.data.data_shared_file_system, False)
     )  # fmt: skip
-    data = build_train_data(config, tokenizer, role=role, rendezvous=group, local_ranks=local_ranks())
+    data = build_run_data(
+        config, tokenizer, dp_size=layout.data_parallel, role=role, node=node, rendezvous=group,
+        local_ranks=local_ranks(), vocab_size=vocab_size,
+    )  # fmt: skip
+    several = len(data.parts) > 1
+    for part in data.parts:
+        logger.info("data set %s:", part.name)
+        for line in part.report.lines() if several else ():
+            logger.info(line)
+    if several:
+        logger.info("all data sets:")
     for line in [
         *data.report.lines(),
         "training example (trained part in [[ ]]):",
-        *data.preview_text.splitlines(),
+        *data.preview.text.splitlines(),
     ]:
         logger.info(line)
     return data
 
 
-def _check_fit(data: TrainData, config: Any) -> None:
+def _check_fit(data: RunData, config: Any) -> None:
     """An id or a position without an embedding would crash a device kernel, or read another row."""
-    if data.report.largest_id >= config.vocab_size:
-        raise UserError(
-            f"model.tokenizer_name_or_path: the data holds token id {data.report.largest_id}, but the "
-            f"model's "
-            f"vocabulary has {config.vocab_size} entries; use the tokenizer that belongs to the model"
-        )
+    for part in data.parts:
+        if part.report.largest_id >= config.vocab_size:
+            raise UserError(
+                f"model.tokenizer_name_or_path: {part.name} ({part.path}) holds token id "
+                f"{part.report.largest_id}, but the model's vocabulary has {config.vocab_size} entries; use "
+                "the "
+                "tokenizer that belongs to the model"
+            )
     longest, positions = data.report.longest, getattr(config, "max_position_embeddings", None)
     if positions is None or longest <= positions:
         return

@@ -15,12 +15,16 @@ import pytest
 
 from shardyard.config import Config
 from shardyard.data import key as keys
-from shardyard.data.build import build_train_data, cache_folder
-from shardyard.data.leader import Prepared, Role, prepare_once
-from shardyard.data.store import SampleStore
+from shardyard.data.build import build_run_data, cache_folder
+from shardyard.data.leader import Prepared, PreparedSet, Role, prepare_once
+from shardyard.data.parts import JoinedSamples
 from shardyard.errors import UserError
 
 TEXTS = ["the cat sat", "", "on the mat", "and slept for a very long time", "  ", "end"]
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def make_tokenizer(extra=(), chat_template=None, eos="<eos>"):
@@ -50,6 +54,11 @@ def write_rows(file, texts):
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
+def write_pairs(file, count=4):
+    rows = [{"text": f"{n} words", "instruction": f"q{n}", "output": "a" * (n + 1)} for n in range(count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def make_config(tmp_path, file, training=None, model=None, **data):
     return Config.model_validate(
         {
@@ -62,7 +71,12 @@ def make_config(tmp_path, file, training=None, model=None, **data):
                 "cutoff_len": 8,
                 **data,
             },
-            "training": {"output_dir": str(tmp_path / "out"), "stage": "pt", **(training or {})},
+            "training": {
+                "output_dir": str(tmp_path / "out"),
+                "stage": "pt",
+                "disable_shuffling": True,
+                **(training or {}),
+            },
         }
     )
 
@@ -80,24 +94,26 @@ def built(caplog, config, tokenizer):
     """(data, whether it was tokenised now)."""
     caplog.clear()
     caplog.set_level(logging.INFO, "shardyard.data")
-    data = build_train_data(config, tokenizer)
+    data = build_run_data(config, tokenizer)
     return data, "from the cache" not in caplog.text
 
 
 def test_windows_report_and_preview(tmp_path, corpus):
     tokenizer = make_tokenizer()
-    data = build_train_data(make_config(tmp_path, corpus), tokenizer)
+    data = build_run_data(make_config(tmp_path, corpus), tokenizer)
     stream = plain_stream(tokenizer)
-    labels = [label for i in range(len(data.store)) for label in data.store[i].labels.tolist()]
+    labels = [label for i in range(len(data.samples)) for label in data.samples[i].labels.tolist()]
     assert labels == stream[1:]
-    assert [len(data.store[i].input_ids) for i in range(len(data.store))][:-1] == [8] * (len(data.store) - 1)
+    assert [len(data.samples[i].input_ids) for i in range(len(data.samples))][:-1] == [8] * (
+        len(data.samples) - 1
+    )
     report = data.report
-    assert (report.rows, report.samples, report.tokens) == (6, len(data.store), len(stream) - 1)
+    assert (report.rows, report.samples, report.tokens) == (6, len(data.samples), len(stream) - 1)
     assert report.trained_tokens == len(stream) - 1
     assert report.largest_id == tokenizer.eos_token_id == 256
     drop = report.dropped["empty document"]
     assert (drop.count, drop.first.rpartition(":")[2]) == (2, "2")
-    assert data.preview_text == "t[[he cat ]]"
+    assert data.preview.text == "t[[he cat ]]"
     assert data.preview.input_ids == stream[:8]
     table = "\n".join(report.lines())
     assert "documents read" in table and "dropped: empty document" in table
@@ -105,50 +121,56 @@ def test_windows_report_and_preview(tmp_path, corpus):
 
 def test_max_samples_takes_the_first_documents(tmp_path, corpus):
     tokenizer = make_tokenizer()
-    data = build_train_data(make_config(tmp_path, corpus, max_samples=3), tokenizer)
+    data = build_run_data(make_config(tmp_path, corpus, max_samples=3), tokenizer)
     assert data.report.rows == 3
     assert data.report.tokens == len(plain_stream(tokenizer, TEXTS[:3])) - 1
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, workers):
+@pytest.mark.parametrize("manager", ["mg", "lf"])
+def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, manager, workers):
     file = tmp_path / "data" / "many.jsonl"
     file.parent.mkdir()
-    write_rows(file, [f"document {n} " + "x" * (n % 17) for n in range(200)])
-    reference = build_train_data(make_config(tmp_path, file, preprocessing_batch_size=1000), make_tokenizer())
-    config = make_config(
-        tmp_path,
-        file,
-        preprocessing_batch_size=7,
-        preprocessing_num_workers=workers,
-        tokenized_path=str(tmp_path / "store"),
-    )
-    store = build_train_data(config, make_tokenizer()).store
-    for name in ("input_ids.bin", "labels.bin", "offsets.bin", "doc_lens.bin", "doc_offsets.bin"):
-        assert (store.path / name).read_bytes() == (reference.store.path / name).read_bytes()
+    write_pairs(file, 200)
+    stage = {"stage": "pt" if manager == "mg" else "sft"}
+    folders = []
+    for number, batch in ((1, 1000), (workers, 7)):
+        config = make_config(
+            tmp_path, file, stage, data_manager_type=manager, preprocessing_batch_size=batch, cutoff_len=64,
+            preprocessing_num_workers=number, tokenized_path=str(tmp_path / f"{number}-{batch}"),
+        )  # fmt: skip
+        folders.append(build_run_data(config, make_tokenizer(chat_template=CHAT)).parts[0].path)
+    names = sorted(path.name for path in folders[0].iterdir())
+    assert len(names) == (3 if manager == "mg" else 6)
+    for name in names:
+        if name != "manifest.json":
+            assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
 
 
 CHANGES = {
-    "template": {"template": "qwen3"},
-    "cutoff_len": {"cutoff_len": 9},
+    "max_samples": {"max_samples": 2},
+    "append_eod": {"append_eod": False},
+    "split_special_tokens": {"model": {"split_special_tokens": True}},
+    "stage": {"training": {"stage": "sft"}, "data_manager_type": "lf", "cutoff_len": 64},
+    "columns": {"column": True},
+}
+CHAT_CHANGES = {
+    "template": {"template": "empty"},
+    "cutoff_len": {"cutoff_len": 24},
     "max_samples": {"max_samples": 2},
     "train_on_prompt": {"train_on_prompt": True},
     "mask_history": {"mask_history": True},
     "enable_thinking": {"enable_thinking": None},
     "default_system": {"default_system": "Be brief."},
     "no default_system": {"default_system": ""},
-    "packing": {"packing": True},
-    "append_eod": {"append_eod": False},
-    "reset_attention_mask": {"reset_attention_mask": True},
     "split_special_tokens": {"model": {"split_special_tokens": True}},
-    "stage": {"training": {"stage": "sft"}},
-    "columns": {"column": True},
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_setting_that_matters_tokenises_again(tmp_path, corpus, caplog, change):
-    tokenizer, values = make_tokenizer(), dict(CHANGES[change])
+def test_a_setting_that_matters_tokenises_documents_again(tmp_path, corpus, caplog, change):
+    write_pairs(corpus)
+    tokenizer, values = make_tokenizer(chat_template=CHAT), dict(CHANGES[change])
     assert built(caplog, make_config(tmp_path, corpus), tokenizer)[1]
     assert not built(caplog, make_config(tmp_path, corpus), tokenizer)[1]
     if values.pop("column", False):
@@ -157,10 +179,31 @@ def test_a_setting_that_matters_tokenises_again(tmp_path, corpus, caplog, change
     assert not built(caplog, make_config(tmp_path, corpus), tokenizer)[1]
 
 
+@pytest.mark.parametrize("change", CHAT_CHANGES)
+def test_a_setting_that_matters_tokenises_conversations_again(tmp_path, corpus, caplog, change):
+    write_pairs(corpus)
+    tokenizer = make_tokenizer(chat_template=CHAT)
+    chat = {"training": {"stage": "sft"}, "data_manager_type": "lf", "cutoff_len": 64}
+    assert built(caplog, make_config(tmp_path, corpus, **chat), tokenizer)[1]
+    assert not built(caplog, make_config(tmp_path, corpus, **chat), tokenizer)[1]
+    changed = {**chat, **CHAT_CHANGES[change]}
+    assert built(caplog, make_config(tmp_path, corpus, **changed), tokenizer)[1]
+    assert not built(caplog, make_config(tmp_path, corpus, **chat), tokenizer)[1]
+
+
+@pytest.mark.parametrize(
+    "change", [{"cutoff_len": 5}, {"reset_attention_mask": True}, {"split": "60,40,0"}], ids=str
+)
+def test_windows_are_cut_anew_from_the_same_documents(tmp_path, corpus, caplog, change):
+    before, _ = built(caplog, make_config(tmp_path, corpus), make_tokenizer())
+    after, again = built(caplog, make_config(tmp_path, corpus, **change), make_tokenizer())
+    assert not again
+    assert before.identity != after.identity, "a cursor of the one would count in the other"
+
+
 TOKENIZERS = {
     "another tokenizer of the same class": lambda: make_tokenizer(eos="<end>"),
     "an added token": lambda: make_tokenizer(extra=["cat"]),
-    "another chat template": lambda: make_tokenizer(chat_template="{{ messages }}"),
 }
 
 
@@ -170,7 +213,7 @@ def test_another_tokenizer_tokenises_again(tmp_path, corpus, caplog, change):
     built(caplog, config, make_tokenizer())
     assert not built(caplog, config, make_tokenizer())[1]
     assert built(caplog, config, TOKENIZERS[change]())[1]
-    assert "tokenising again: tokenizer" in caplog.text
+    assert "tokenising again: " in caplog.text and "tokenizer changed" in caplog.text
 
 
 def test_other_content_of_the_same_size_tokenises_again(tmp_path, corpus, caplog):
@@ -182,7 +225,7 @@ def test_other_content_of_the_same_size_tokenises_again(tmp_path, corpus, caplog
     data, again = built(caplog, config, make_tokenizer())
     assert again
     assert "contents of its files changed" in caplog.text
-    assert "dog" in make_tokenizer().decode(data.store[0].input_ids)
+    assert "dog" in make_tokenizer().decode(data.samples[0].input_ids)
 
 
 def test_a_new_version_of_the_code_tokenises_again(tmp_path, corpus, caplog, monkeypatch):
@@ -219,23 +262,17 @@ def test_a_copy_of_the_files_elsewhere_hits_the_cache(tmp_path, corpus, caplog):
 
 def test_a_rebuild_says_what_changed(tmp_path, corpus, caplog):
     built(caplog, make_config(tmp_path, corpus), make_tokenizer())
-    built(caplog, make_config(tmp_path, corpus, cutoff_len=16), make_tokenizer())
-    assert "tokenising again: data.cutoff_len was 8, is 16" in caplog.text
+    built(caplog, make_config(tmp_path, corpus, append_eod=False), make_tokenizer())
+    assert "tokenising again: data.append_eod was True, is False" in caplog.text
 
 
 def test_a_rebuild_does_not_name_what_stayed(tmp_path, corpus, caplog):
     entry = {"file_name": str(corpus), "columns": {"text": "text", "system": None}}
-    for cutoff_len in (8, 16):
-        config = make_config(tmp_path, corpus, dataset=entry, cutoff_len=cutoff_len)
+    for limit in (3, 4):
+        config = make_config(tmp_path, corpus, dataset=entry, max_samples=limit)
         built(caplog, config, make_tokenizer())
     line = next(record.message for record in caplog.records if "again" in record.message)
-    assert line == "data: tokenising again: data.cutoff_len was 8, is 16"
-
-
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+    assert line.endswith("corpus.jsonl: tokenising again: data.max_samples was 3, is 4")
 
 
 def test_conversations_become_the_tokenizers_own_chat_with_the_reply_trained(tmp_path, caplog):
@@ -251,13 +288,13 @@ def test_conversations_become_the_tokenizers_own_chat_with_the_reply_trained(tmp
     config = make_config(
         tmp_path, file, {"stage": "sft"}, data_manager_type="lf", append_eod=False, cutoff_len=64
     )
-    data = build_train_data(config, tokenizer)
+    data = build_run_data(config, tokenizer)
     messages = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "hi"}]
-    sample = data.store[0]
+    sample = data.samples[0]
     assert sample.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
     trained = sample.labels[sample.labels != -100].tolist()
     assert tokenizer.decode(trained) == "hi<eos>"
-    assert data.preview_text == "<user>Say hi<eos><assistant>[[hi<eos>]]"
+    assert data.preview.text == "<user>Say hi<eos><assistant>[[hi<eos>]]"
     report = data.report
     assert (report.rows, report.samples, report.truncated, report.longest) == (3, 2, 1, 64)
     assert [drop.first.rpartition("/")[2] for drop in report.dropped.values()] == ["rows.json:6"]
@@ -268,7 +305,7 @@ def test_overwrite_cache_and_a_damaged_store_tokenise_again(tmp_path, corpus, ca
     config = make_config(tmp_path, corpus)
     data, _ = built(caplog, config, make_tokenizer())
     assert built(caplog, make_config(tmp_path, corpus, overwrite_cache=True), make_tokenizer())[1]
-    with (data.store.path / "labels.bin").open("ab") as file:
+    with (data.parts[0].path / "documents.bin").open("ab") as file:
         file.write(b"x")
     assert built(caplog, config, make_tokenizer())[1]
     assert "is damaged" in caplog.text
@@ -279,21 +316,21 @@ def test_tokenized_path_is_filled_read_and_guarded(tmp_path, corpus, caplog):
     folder = tmp_path / "tokens"
     config = make_config(tmp_path, corpus, tokenized_path=str(folder))
     data, again = built(caplog, config, make_tokenizer())
-    assert again and data.store.path == folder
+    assert again and data.parts[0].path == folder
     assert not built(caplog, config, make_tokenizer())[1]
-    changed = {"tokenized_path": str(folder), "cutoff_len": 4}
-    with pytest.raises(UserError, match=r"data.cutoff_len was 8, is 4.*overwrite_cache"):
-        build_train_data(make_config(tmp_path, corpus, **changed), make_tokenizer())
-    replaced = build_train_data(
+    changed = {"tokenized_path": str(folder), "max_samples": 3}
+    with pytest.raises(UserError, match=r"data.max_samples was None, is 3.*overwrite_cache"):
+        build_run_data(make_config(tmp_path, corpus, **changed), make_tokenizer())
+    replaced = build_run_data(
         make_config(tmp_path, corpus, overwrite_cache=True, **changed), make_tokenizer()
     )
-    assert replaced.report.longest == 4
+    assert replaced.report.rows == 3
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("mine", encoding="utf-8")
     for overwrite in (False, True):
         with pytest.raises(UserError, match="something other than tokenised samples"):
-            build_train_data(
+            build_run_data(
                 make_config(tmp_path, corpus, tokenized_path=str(foreign), overwrite_cache=overwrite),
                 make_tokenizer(),
             )
@@ -303,8 +340,8 @@ def test_tokenized_path_is_filled_read_and_guarded(tmp_path, corpus, caplog):
 def test_nothing_to_train_on_is_an_error_with_the_table_and_leaves_nothing(tmp_path, corpus):
     write_rows(corpus, ["", " "])
     config = make_config(tmp_path, corpus)
-    with pytest.raises(UserError, match=r"(?s)none of the 2 documents.*empty document\s+2 \(first: .*:1\)"):
-        build_train_data(config, make_tokenizer())
+    with pytest.raises(UserError, match=r"none of 2 rows.*empty document: 2 \(first: .*:1\)"):
+        build_run_data(config, make_tokenizer())
     assert not [path for path in cache_folder(config).glob("*") if path.is_dir()]
 
 
@@ -312,7 +349,7 @@ def test_append_eod_without_an_eos_token_is_refused_before_anything_is_written(t
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"data\.append_eod"):
-        build_train_data(make_config(tmp_path, corpus), tokenizer)
+        build_run_data(make_config(tmp_path, corpus), tokenizer)
 
 
 BUILD_FOR_EVER = """
@@ -320,9 +357,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from data_engine import test_build as t
-from shardyard.data.build import build_train_data
+from shardyard.data.build import build_run_data
 file = Path({file!r})
-build_train_data(t.make_config(Path({tmp!r}), file, preprocessing_num_workers=2), t.make_tokenizer())
+build_run_data(t.make_config(Path({tmp!r}), file, preprocessing_num_workers=2), t.make_tokenizer())
 """
 
 
@@ -335,14 +372,14 @@ def test_a_build_killed_in_the_middle_leaves_no_store_and_the_next_one_succeeds(
     program = BUILD_FOR_EVER.format(tests=tests, file=str(file), tmp=str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", program])
     cache, deadline = cache_folder(config), time.monotonic() + 60
-    while not any(path.stat().st_size > 10_000 for path in cache.glob("*/input_ids.bin")):
+    while not any(path.stat().st_size > 10_000 for path in cache.glob("*/*.bin*")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not list(cache.glob("*/manifest.json"))
     write_rows(file, ["some words"] * 3)
-    assert len(build_train_data(config, make_tokenizer()).store) > 0
+    assert len(build_run_data(config, make_tokenizer()).samples) > 0
 
 
 class Board:
@@ -401,27 +438,28 @@ def test_followers_read_what_the_leader_tokenised(tmp_path, corpus, caplog):
     board, config, tokenizer = Board(), make_config(tmp_path, corpus), make_tokenizer()
     stores = together(
         roles_of(1, 3, shared=False),
-        lambda role: build_train_data(config, tokenizer, role=role, rendezvous=board).store,
+        lambda role: build_run_data(config, tokenizer, role=role, rendezvous=board).samples,
     )
-    assert all(isinstance(store, SampleStore) for store in stores), stores
-    assert len({store.path for store in stores}) == 1
+    assert all(isinstance(store, JoinedSamples) for store in stores), stores
+    assert len({len(store) for store in stores}) == 1
     assert caplog.text.count("kept in") == 1
     assert all(np.array_equal(stores[0][0].input_ids, store[0].input_ids) for store in stores)
 
 
 def test_a_file_system_that_is_not_shared_is_named(tmp_path, corpus):
     board = Board()
-    board.publish("data/train/0", json.dumps({"path": str(tmp_path / "rank 0 only"), "key": "k"}))
+    elsewhere = PreparedSet("documents", "corpus", str(tmp_path / "rank 0 only"), {})
+    board.publish("data/train/0", json.dumps(Prepared("k", (elsewhere,)).to_json()))
     config = make_config(tmp_path, corpus, data_shared_file_system=True)
     with pytest.raises(UserError, match=r"data\.data_shared_file_system"):
-        build_train_data(config, make_tokenizer(), role=Role(is_leader=False), rendezvous=board)
+        build_run_data(config, make_tokenizer(), role=Role(is_leader=False), rendezvous=board)
 
 
 def test_the_leaders_fault_ends_every_rank_with_the_same_message(tmp_path):
     board, config = Board(), make_config(tmp_path, tmp_path / "missing.jsonl")
     errors = together(
         roles_of(2, 2, shared=True),
-        lambda role: build_train_data(config, make_tokenizer(), role=role, rendezvous=board),
+        lambda role: build_run_data(config, make_tokenizer(), role=role, rendezvous=board),
     )
     assert all(isinstance(error, UserError) for error in errors)
     assert len({str(error) for error in errors}) == 1
@@ -445,9 +483,7 @@ def test_nodes_with_other_files_are_refused_on_every_rank(tmp_path):
     board = Board()
     errors = together(
         roles_of(2, 2, shared=False),
-        lambda role: prepare_once(
-            lambda: Prepared(tmp_path, f"key of node {role.group}"), role, board, "train"
-        ),
+        lambda role: prepare_once(lambda: Prepared(f"key of node {role.group}"), role, board, "train"),
     )
     assert all(
         isinstance(error, UserError) and "node 1 prepared other samples" in str(error) for error in errors
@@ -456,4 +492,4 @@ def test_nodes_with_other_files_are_refused_on_every_rank(tmp_path):
 
 def test_several_ranks_need_a_rendezvous(tmp_path):
     with pytest.raises(ValueError, match="rendezvous"):
-        prepare_once(lambda: Prepared(tmp_path, "k"), Role(is_leader=False), None, "train")
+        prepare_once(lambda: Prepared("k"), Role(is_leader=False), None, "train")
