@@ -9,9 +9,9 @@ without sources it is made of invented words. Half of it is one jsonl file, half
 
 Each contestant is a process of its own that loads the tokenizer, waits, and then works alone. Reported are
 the wall clock and, since other work on the machine slows it, the seconds of the processor. Memory is the sum
-of the proportional set sizes (PSS: a page that n processes share counts 1/n in each) of the anonymous memory of
-the process and its children, read every tenth of a second, less what it was when the tokenizer was loaded; the
-system takes back the pages of files (libraries, input) as it needs them.
+of the proportional set sizes (PSS: a page that n processes share counts 1/n in each) of the anonymous memory
+of the process and its children, read every tenth of a second, less what it was when the tokenizer was loaded;
+pages of files (libraries, input) are the system's to take back and do not count.
 """
 
 from __future__ import annotations
