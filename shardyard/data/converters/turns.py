@@ -106,7 +106,9 @@ def _kind(role: Any, roles: dict[str, str], tags: Tags) -> str:
         return roles[role]
     if role is None:
         raise NotUsable(f"a turn without {tags.role_tag!r}")
-    raise NotUsable(f"unknown role {str(role)[:40]!r}")
+    if not isinstance(role, str):
+        raise NotUsable(f"{tags.role_tag!r} is not text but {type(role).__name__}")
+    raise NotUsable(f"unknown role {role[:40]!r}")
 
 
 def _message(turn: dict[str, Any], kind: str, tags: Tags) -> tuple[Message, tuple[str | None, ...]]:
