@@ -246,9 +246,8 @@ def _read(path: Any, kind: type[_Spec], where: str) -> _Spec:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{where}:{_line(yaml.compose(text, yaml.SafeLoader), first['loc'])}: {key}: {first['msg']}; see docs/templates.md"
-        ) from error
+        line = _line(yaml.compose(text, yaml.SafeLoader), first["loc"])
+        raise UserError(f"{where}:{line}: {key}: {first['msg']}; see docs/templates.md") from error
 
 
 def _line(node: Any, path: tuple[Any, ...]) -> int:
