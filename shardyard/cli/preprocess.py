@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
         print(f"already there, made from the same input with the same options: {prefix}")
     for name, counts in result.counts.items():
         print(f"{name}:")
-        print("\n".join(report_lines(counts)))
+        print(_own_words("\n".join(report_lines(counts))))
     for written in result.prefixes:
         print(f"{written}.bin, .idx")
     return 0
@@ -124,7 +124,7 @@ def _job(options: argparse.Namespace, handler: Handler, entries: Sequence[Datase
         pad_to_multiple_of=options.pad_to_multiple_of,
         max_samples=options.max_samples,
         on_bad_row=options.on_bad_row,
-        pace=Pace(max(options.workers, options.n_subs), options.log_interval),
+        pace=Pace(max(options.workers, options.n_subs), log_every_documents=options.log_interval),
         save_every=options.save_interval,
         overwrite=options.overwrite_cache,
     )

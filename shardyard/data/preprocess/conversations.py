@@ -6,6 +6,7 @@ labels at their token's own position, as Megatron's data sets of packed document
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,7 +20,6 @@ from shardyard.data.preprocess.texts import ENDED_ALREADY
 from shardyard.data.sources import BadRow, Row
 from shardyard.data.types import IGNORE_INDEX, Conversation, Sample
 
-TRUNCATED = "rows truncated to --seq-length"
 SPLIT = "rows split into one sample per reply"
 
 
@@ -40,7 +40,7 @@ class ConversationWork:
         entry = self._source.entries[batch.entry]
         samples: list[Sample] = []
         dropped: list[tuple[str, str]] = []
-        counts = {TRUNCATED: 0, SPLIT: 0}
+        counts: Counter[str] = Counter()
         rows = 0
         for row in self._source.rows_of(batch):
             rows += 1
@@ -49,7 +49,7 @@ class ConversationWork:
                 outcome = self._encoder.encode(outcome)
             if isinstance(outcome, Samples):
                 samples += outcome
-                counts[TRUNCATED] += outcome.truncated
+                counts.update(map(told, outcome.notes))
                 counts[SPLIT] += len(outcome) > 1
             else:
                 dropped.append((outcome.reason, outcome.where))
@@ -105,7 +105,7 @@ class PairWork:
         chosen: list[Sample] = []
         rejected: list[Sample] = []
         dropped: list[tuple[str, str]] = []
-        counts = {TRUNCATED: 0}
+        counts: Counter[str] = Counter()
         rows = 0
         for row in self._source.rows_of(batch):
             rows += 1
@@ -113,7 +113,7 @@ class PairWork:
             if isinstance(both, BadRow | Dropped):
                 dropped.append((both.reason, both.where))
                 continue
-            counts[TRUNCATED] += any(samples.truncated for samples in both)
+            counts.update({told(note) for samples in both for note in samples.notes})
             chosen.append(both[0][-1])
             rejected.append(both[1][-1])
         arrays = {f"chosen_{name}": array for name, array in flat(chosen).items()}
@@ -133,6 +133,11 @@ class PairWork:
                 return Dropped(f"{which} reply: {samples.reason}", samples.where)
         assert isinstance(chosen, Samples) and isinstance(rejected, Samples)
         return chosen, rejected
+
+
+def told(note: str) -> str:
+    """What became of a row beside its samples, in this command's words."""
+    return f"rows: {note.replace('data.cutoff_len', '--seq-length')}"
 
 
 def flat(samples: Sequence[Sample]) -> dict[str, np.ndarray]:

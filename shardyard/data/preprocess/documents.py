@@ -79,7 +79,9 @@ def write_documents(
     began = time.monotonic()
     sink = DocumentSink(prefix, work.dtype)
     with contextlib.closing(spool) if spool is not None else contextlib.nullcontext(), sink.output:
-        tally = run_batches(source, work, sink, Pace(workers), spool)
+        tally = run_batches(
+            source, work, sink, Pace(workers, setting="data.preprocessing_num_workers"), spool
+        )
         require_rows(source, tally, sink.output.documents)
         sink.output.finish()
     if spool is not None:

@@ -42,6 +42,8 @@ class Pace:
     """How the work is done; none of it changes a byte of the result."""
 
     workers: int = 1
+    setting: str = "--workers"
+    """What the user turns to change ``workers``, for messages."""
     log_every_documents: int | None = None
     """Documents between two lines of progress; None: one every few seconds."""
 
@@ -66,7 +68,7 @@ def run_batches(
 
     start, done = (spool.position, spool.input_bytes) if spool else (Position(), 0)
     with InputProgress(source.total_bytes, done=done, every_documents=pace.log_every_documents) as progress:
-        results = ordered_map(work, batches(start), workers=pace.workers, setting="--workers")
+        results = ordered_map(work, batches(start), workers=pace.workers, setting=pace.setting)
         for outcome in results:
             read = ends.popleft()
             if spool is None:
