@@ -156,19 +156,17 @@ def run_transformers(pipe: Connection, words: list[str]) -> None:
 
 
 def _rows_in_order(config: Any, tokenizer: Any) -> list[dict[str, list[int]]]:
-    from shardyard.data.build import build_train_data
-    from shardyard.data.sampler import ElasticSampler
+    from shardyard.data.build import build_run_data
 
     training = config.training
-    store = build_train_data(config, tokenizer).store
-    sampler = ElasticSampler.of(training, len(store), dp_size=1)
+    data = build_run_data(config, tokenizer)
     ids: list[int] = []
     cursor = 0
     for _ in range(training.max_steps):
-        batch = sampler.global_batch_at(cursor)
+        batch = data.sampler.global_batch_at(cursor)
         ids += batch.indices.tolist()
         cursor = batch.end
-    samples = [store[index] for index in ids]
+    samples = [data.samples[index] for index in ids]
     # The model shifts the labels itself; a sample's are shifted already.
     return [
         {"input_ids": sample.input_ids.tolist(), "labels": [-100, *sample.labels[:-1].tolist()]}

@@ -42,6 +42,7 @@ def check(argv: Sequence[str]) -> int:
             print(f"  here: {get(loaded.config, path)!r} ({loaded.origins[path]})")
         return 0
     loaded = load_config(words)
+    _check_template(loaded.config)
     layout = _layout_line(loaded, world_size) if world_size is not None else ""
     print(format_table(loaded.config, loaded.origins))
     for warning in [*loaded.warnings, *_missing_paths(loaded.config)]:
@@ -50,6 +51,15 @@ def check(argv: Sequence[str]) -> int:
         print(layout)
     print(f"{loaded.file or 'configuration'}: valid")
     return 0
+
+
+def _check_template(config: Config) -> None:
+    """Raise UserError for an unknown template or tool format, or a faulty template file."""
+    from shardyard.data.templates.build import find_template  # without torch, but not for nothing either
+
+    name = config.data.template
+    if name is not None and config.data.data_manager_type == "lf" and not name.endswith(".jinja"):
+        find_template(name, config.data.tool_format)
 
 
 def _missing_paths(config: Config) -> list[str]:

@@ -67,18 +67,16 @@ def _shares(config: Config, parts: Sequence[Part]) -> list[float] | None:
                 "one out"
             )
         return [float(weight) for weight in weights if weight is not None]
-    if data.mix_strategy == "concat" or len(parts) == 1:
+    if data.mix_strategy == "concat":
         return None
-    if data.interleave_probs is None:
-        return [1 / len(parts)] * len(parts)
-    shares = list(probabilities(data.interleave_probs))
+    given = data.interleave_probs
+    shares = [1 / len(parts)] * len(parts) if given is None else list(probabilities(given))
     if len(shares) != len(parts):
         raise UserError(
-            f"data.interleave_probs: {len(shares)} shares for the {len(parts)} data sets of data.dataset; "
-            "give one "
-            "for each"
+            f"data.interleave_probs: {len(shares)} shares for the {len(parts)} data sets of data.dataset; give "
+            "one for each"
         )
-    return shares
+    return shares if len(parts) > 1 else None
 
 
 def _counts(config: Config, sizes: Sequence[int], shares: Sequence[float]) -> list[int]:

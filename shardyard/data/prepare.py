@@ -76,6 +76,11 @@ class Preparation:
         if named.prefix is not None:
             return self._there_already(named, named.prefix)
         assert named.entry is not None
+        if named.entry.ranking:
+            raise UserError(
+                f"data.dataset: {named.name} holds preference pairs (ranking: true), and training.stage "
+                f"{self.config.training.stage} trains on replies; name other data"
+            )
         facts = {file: hasher.facts(file) for file in named.entry.files}
         work = _Rows if self.config.data.data_manager_type == "lf" else _Documents
         job = work(self.config, self.tokenizer, named.entry, facts, self.local_ranks)
@@ -204,10 +209,10 @@ class _Rows(_Job):
         """The rows of the entry, where they can be told without reading it again (a JSON array's cannot)."""
         rows = 0
         for file in self.entry.files:
-            if file.suffix.lower() == ".jsonl":
+            if file.suffix.lower() == ".jsonl":  # counted while it was hashed
                 rows += self.facts[file].newlines
-            elif file.suffix.lower() == ".parquet":
-                rows += sources.parquet_rows(file)
+            elif sources.file_type(file) in (".parquet", ".arrow"):
+                rows += sources.count_rows(file)
             else:
                 return None
         rows = self.entry.num_samples or rows

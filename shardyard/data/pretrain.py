@@ -10,17 +10,12 @@ and its last token, whose target is the next document's, is not trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from shardyard.data import sources
-from shardyard.data.pipeline import batched
-from shardyard.data.report import Encoded
-from shardyard.data.sources import DatasetEntry
 from shardyard.data.store import SampleBlock
 from shardyard.data.types import IGNORE_INDEX
 from shardyard.errors import UserError
@@ -118,38 +113,3 @@ class Windows:
         )
         self._tokens, self._ends = self._tokens[num_inputs:], self._ends[num_inputs:]
         return block
-
-
-class PretrainPipeline:
-    """The pipeline of ``data_manager_type: mg``; uses the first ``max_samples`` documents of each entry."""
-
-    unit = "documents"
-
-    def __init__(
-        self,
-        entries: Sequence[DatasetEntry],
-        tokenize: DocumentTokenizer,
-        windows: Windows,
-        *,
-        max_samples: int | None,
-        batch_size: int,
-    ) -> None:
-        self._entries = entries
-        self._windows = windows
-        self._max_samples = max_samples
-        self._batch_size = batch_size
-        self.work = tokenize
-
-    def batches(self) -> Iterator[list[tuple[str, str]]]:
-        documents = (
-            document
-            for entry in self._entries
-            for document in islice(sources.iter_texts(entry), self._max_samples)
-        )
-        return batched(documents, self._batch_size)
-
-    def collect(self, outcome: Documents) -> Encoded:
-        return Encoded(self._windows.push(outcome), outcome.rows, outcome.dropped)
-
-    def rest(self) -> Encoded | None:
-        return Encoded(self._windows.flush(), rows=0)

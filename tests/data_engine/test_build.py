@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 import pytest
+from support.run_data import CHAT, make_config, make_tokenizer, write_pairs, write_rows
 
-from shardyard.config import Config
 from shardyard.data import key as keys
 from shardyard.data.build import build_run_data, cache_folder
 from shardyard.data.leader import Prepared, PreparedSet, Role, prepare_once
@@ -21,25 +21,6 @@ from shardyard.data.parts import JoinedSamples
 from shardyard.errors import UserError
 
 TEXTS = ["the cat sat", "", "on the mat", "and slept for a very long time", "  ", "end"]
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def make_tokenizer(extra=(), chat_template=None, eos="<eos>"):
-    """One token a byte, ids 0 to 255, then the special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
-    tokenizer.add_tokens(list(extra))
-    tokenizer.chat_template = chat_template
-    return tokenizer
 
 
 @pytest.fixture
@@ -48,37 +29,6 @@ def corpus(tmp_path):
     folder.mkdir()
     write_rows(folder / "corpus.jsonl", TEXTS)
     return folder / "corpus.jsonl"
-
-
-def write_rows(file, texts):
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-
-
-def write_pairs(file, count=4):
-    rows = [{"text": f"{n} words", "instruction": f"q{n}", "output": "a" * (n + 1)} for n in range(count)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def make_config(tmp_path, file, training=None, model=None, **data):
-    return Config.model_validate(
-        {
-            "model": {"model_name_or_path": "m", "cache_dir": str(tmp_path / "cache"), **(model or {})},
-            "data": {
-                "dataset": {"file_name": str(file)},
-                "dataset_dir": str(tmp_path / "data"),
-                "data_manager_type": "mg",
-                "append_eod": True,
-                "cutoff_len": 8,
-                **data,
-            },
-            "training": {
-                "output_dir": str(tmp_path / "out"),
-                "stage": "pt",
-                "disable_shuffling": True,
-                **(training or {}),
-            },
-        }
-    )
 
 
 def plain_stream(tokenizer, texts=TEXTS):
@@ -356,7 +306,7 @@ BUILD_FOR_EVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from data_engine import test_build as t
+from support import run_data as t
 from shardyard.data.build import build_run_data
 file = Path({file!r})
 build_run_data(t.make_config(Path({tmp!r}), file, preprocessing_num_workers=2), t.make_tokenizer())
