@@ -118,6 +118,17 @@ def test_faults_come_before_the_first_step_and_leave_nothing(tmp_path):
     assert not list((tmp_path / "stream").glob("*"))
 
 
+def test_a_run_that_resumes_makes_the_window_of_its_position(tmp_path):
+    write_chats(tmp_path, 9)
+    config = make_config(tmp_path, ["chats.jsonl"], cutoff_len=128, buffer_size=4)
+    stream = build(tmp_path, config, byte_tokenizer(CHATML), start_cursor=2**44 + 2 * 2**24)
+    assert [file.name for file in stream.folder.glob("*.window")] == ["e1-w2.window"]
+    assert stream.first_report.rows == 1
+    stream.close()
+    with pytest.raises(UserError, match=r"no rows at the position to go on from \(window 3 of epoch 0\)"):
+        build(tmp_path, config, byte_tokenizer(CHATML), start_cursor=3 * 2**24)
+
+
 def test_a_first_window_without_samples_is_a_warning(tmp_path, caplog):
     name = write_rows(tmp_path / "a.jsonl", range(1, 9), lambda number: "drop" if number < 5 else "r")
     stream = open_numbers(tmp_path, [name], buffer_size=4)

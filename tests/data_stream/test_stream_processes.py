@@ -308,18 +308,28 @@ def test_a_leader_that_exits_without_closing_leaves_nothing(tmp_path):
     assert not is_alive(pid) and not (tmp_path / "stream" / "key").exists()
 
 
-def test_spawned_loader_workers_read_the_same_and_make_what_is_absent(tmp_path):
+READER = """
+import json, pickle, sys
+sys.path.insert(0, sys.argv[1])
+store = pickle.loads(open(sys.argv[2], "rb").read())
+print(json.dumps([store[index].input_ids.tolist() for index in json.loads(sys.argv[3])]))
+"""
+
+
+def test_a_store_that_is_sent_to_a_new_process_makes_what_is_absent(tmp_path):
+    """As spawned loader workers get it."""
     name = write_rows(tmp_path / "a.jsonl", range(1, 13))
-    stream = open_numbers(tmp_path, [name], buffer_size=4)
-    batch = stream.sampler.global_batch_at(0)
-    expected = [stream.store[index].input_ids.tolist() for index in batch.indices.tolist()]
-    copy = pickle.loads(pickle.dumps(stream.store))
-    for path in stream.folder.glob("*.window"):
-        path.unlink()
-    assert [copy[index].input_ids.tolist() for index in batch.indices.tolist()] == expected
-    assert copy.report().rows == stream.store.report().rows == 8
+    stream = open_numbers(tmp_path, [name], buffer_size=4, packing=True)
+    indices = stream.sampler.global_batch_at(0).indices.tolist()
+    expected = [stream.store[index].input_ids.tolist() for index in indices]
+    (tmp_path / "store.pickle").write_bytes(pickle.dumps(stream.store))
+    (stream.folder / "e0-w0.window").unlink()
+    arguments = [Path(__file__).resolve().parent.parent, tmp_path / "store.pickle", json.dumps(indices)]
+    answer = subprocess.run([sys.executable, "-c", READER, *map(str, arguments)], stdout=-1, check=True)
+    assert json.loads(answer.stdout) == expected
+    assert (stream.folder / "e0-w0.window").exists()
     with pytest.raises(IndexError, match="epoch 0 has no window 3"):
-        copy[3 * 2**24]
+        stream.store[3 * 2**24]
     stream.close()
 
 

@@ -76,6 +76,7 @@ def can_look_ahead() -> bool:
 def _run(cache: WindowCache, workers: int, places: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logger.setLevel(logging.ERROR)  # the ranks say what there is to say about the data
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     while True:
         place = _newest(places, wait=True)

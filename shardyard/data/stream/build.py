@@ -15,6 +15,7 @@ from shardyard.config.data_rules import probabilities
 from shardyard.data import sources
 from shardyard.data.report import Report
 from shardyard.data.sources import DatasetEntry
+from shardyard.data.stream.address import place
 from shardyard.data.stream.ahead import LookAhead, can_look_ahead
 from shardyard.data.stream.cache import WindowCache
 from shardyard.data.stream.mixture import Mixture, Source
@@ -79,20 +80,24 @@ def build_stream(
     is_local_leader: bool,
     global_batch: int,
     vocab_size: int | None = None,
+    start_cursor: int = 0,
 ) -> Stream:
     """The stream of a run, on each of its ranks; its windows lie in ``folder/key/run_id``.
 
     ``key`` stands for the contents of the data and the tokenizer, ``run_id`` for this run on this node: all
-    ranks of the node give the same, and no other run does. The local leader makes the first window here, so
-    that what is wrong with the data is told before the first step; the other ranks wait for it. Token ids
-    from ``vocab_size`` on are refused, in every window.
+    ranks of the node give the same, and no other run does. The local leader makes the first window here (that
+    of ``start_cursor`` in a run that resumes), so that what is wrong with the data is told before the first
+    step; the other ranks wait for it. Token ids from ``vocab_size`` on are refused, in every window.
 
     Raises:
         UserError: a file cannot be read, a bad row, or nothing to train on.
     """
     method = make_method(config, entries, tokenizer)
     seat = Seat(folder, key, run_id, is_local_leader)
-    return open_stream(config, entries, method, seat, global_batch=global_batch, vocab_size=vocab_size)
+    return open_stream(
+        config, entries, method, seat,
+        global_batch=global_batch, vocab_size=vocab_size, start_cursor=start_cursor,
+    )  # fmt: skip
 
 
 def open_stream(
@@ -103,6 +108,7 @@ def open_stream(
     *,
     global_batch: int,
     vocab_size: int | None = None,
+    start_cursor: int = 0,
     look_ahead: bool = True,
 ) -> Stream:
     """``build_stream`` with any way of turning rows into samples, and with or without the look-ahead."""
@@ -124,7 +130,7 @@ def open_stream(
     order = describe(config, len(entries))
     stream = Stream(StreamStore(cache, taken), sampler, order, taken.report, None, cache.folder, ahead, owned)
     try:
-        first = _first_window(cache, workers if leads else 1)
+        first = _first_window(cache, start_cursor, workers if leads else 1)
     except BaseException:
         stream.close()
         raise
@@ -206,10 +212,14 @@ def _count(entry: DatasetEntry) -> int:
     return entry.num_samples if entry.num_samples is not None else sources.count_entry_rows(entry)
 
 
-def _first_window(cache: WindowCache, workers: int) -> Window:
-    first = cache.get(0, 0, workers=workers)
+def _first_window(cache: WindowCache, cursor: int, workers: int) -> Window:
+    epoch, window, _ = place(cursor)
+    first = cache.get(epoch, window, workers=workers)
     if first is None:
-        raise UserError(f"data.dataset: the input has no {cache.maker.unit}")
+        raise UserError(
+            f"data.dataset: the input has no {cache.maker.unit}"
+            + (f" at the position to go on from (window {window} of epoch {epoch})" if cursor else "")
+        )
     if cache.windows_per_epoch == 1:
         first.report.require_training_data()
     return first

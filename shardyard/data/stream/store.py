@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from shardyard.data.report import Dropped, Report
+from shardyard.data.report import Report
 from shardyard.data.stream.address import place
 from shardyard.data.stream.cache import WindowCache
+from shardyard.data.stream.window import Window
 from shardyard.data.types import Sample
 
 
@@ -42,6 +43,10 @@ class StreamStore:
             raise IndexError(f"epoch {epoch} has no window {window}")
         return found.sample(sample)
 
+    def window(self, number: int) -> Window | None:
+        """A window of the first epoch, made now if it is absent; None past the epoch's end."""
+        return self._cache.get(0, number)
+
     def report(self) -> Report:
         """What became of the rows of all windows that this process has taken batches from; a copy that a
         resumed run begins anew.
@@ -51,17 +56,4 @@ class StreamStore:
 
 def added(total: Report, more: Report) -> Report:
     """The counts of both; of a reason that both have, the place that ``total`` has."""
-    names = ["rows", "truncated", "split", "samples", "tokens", "trained_tokens"]
-    sums = {name: getattr(total, name) + getattr(more, name) for name in names}
-    dropped = {reason: Dropped(drop.count, drop.first) for reason, drop in total.dropped.items()}
-    for reason, drop in more.dropped.items():
-        dropped.setdefault(reason, Dropped(0, drop.first)).count += drop.count
-    shortest = [report.shortest for report in (total, more) if report.samples]
-    return Report(
-        total.unit,
-        **sums,
-        dropped=dropped,
-        shortest=min(shortest, default=0),
-        longest=max(total.longest, more.longest),
-        largest_id=max(total.largest_id, more.largest_id),
-    )
+    return Report.total((total, more))

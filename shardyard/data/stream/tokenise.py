@@ -150,11 +150,15 @@ class WindowMaker:
         report = Report(self.unit)
         blocks: list[SampleBlock] = []
         dropped: list[tuple[str, str]] = []
+        notes: list[tuple[str, str]] = []
         for encoded in self._encode(shuffled, workers):
             report.add(Encoded(encoded.block, encoded.rows, (), encoded.truncated, encoded.split))
             dropped += encoded.dropped
+            notes += encoded.notes
             blocks.append(encoded.block)
-        report.add(Encoded(SampleBlock.of([]), 0, _as_read(dropped, rows)))
+        report.add(
+            Encoded(SampleBlock.of([]), 0, _as_read(dropped, rows), notes=_as_read(notes, rows))
+        )
         self._check(report)
         lengths = np.concatenate([np.empty(0, np.int32), *(block.lengths for block in blocks)])
         units = self._method.units(lengths, lambda size: self._order(size, epoch, _UNITS + window))
