@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shardyard.data.converters import Dropped, convert
+from shardyard.data.converters import Dropped, convert, convert_pair
 from shardyard.data.encode import Samples
 from shardyard.data.preprocess.batches import Batch, Input
 from shardyard.data.preprocess.outcome import Outcome
@@ -121,8 +121,6 @@ class PairWork:
         return Outcome(arrays, rows, dropped, counts)
 
     def _encode(self, row: Row, entry: int) -> tuple[Samples, Samples] | Dropped:
-        from shardyard.data.converters import convert_pair
-
         pair = convert_pair(row, self._source.entries[entry])
         if isinstance(pair, Dropped):
             return pair
