@@ -208,6 +208,8 @@ STOPPED = [
     "{{ [[1], [2]] | sum(start=[]) }}",
     "{% for k in range(99999) %}" + "x" * 1000 + "{% endfor %}",
     "{% set b = 'a' * 3000000 %}{% for k in range(99999) %}{% set c = b[1:] %}{% endfor %}",
+    "{% set ns = namespace(x=[]) %}{% set b = 'a' * 4000000 %}{% for i in range(9999) %}"
+    "{% set ns.x = ns.x + [b.partition('b')[0]] %}{% endfor %}",
     "{% set b = ['a' * 1000000] * 1000 %}{{ b }}",
     "{{ range(99999) | map(attribute='no', default='a' * 1000000) | join }}",
 ]

@@ -305,6 +305,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             known = bool(args) and isinstance(args[0], str) and args[0] != ""
             pieces = text.count(args[0]) if known else len(text) // 2
             self.charge(min(_ITEM * pieces, self._room) + len(text))
+        elif name in ("partition", "rpartition"):
+            self.charge(len(text))
         return args
 
     def _check_replace(self, text: str, old: Any = "", new: Any = "") -> None:
