@@ -99,8 +99,9 @@ def test_all_ranks_of_a_node_share_windows(tmp_path):
 def test_faults_come_before_the_first_step_and_leave_nothing(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "output": "b"}\n', encoding="utf-8")
     config = make_config(tmp_path, ["bad.jsonl"])
-    with pytest.raises(UserError, match=r"bad\.jsonl.*needs the column 'prompt'"):
-        build(tmp_path, config, byte_tokenizer(CHATML))
+    for leads in (True, False):
+        with pytest.raises(UserError, match=r"bad\.jsonl.*needs the column 'prompt'"):
+            build(tmp_path, config, byte_tokenizer(CHATML), leads=leads)
     name = write_rows(tmp_path / "dropped.jsonl", range(5), lambda number: "drop")
     with pytest.raises(UserError, match=r"none of the 5 rows became a sample(?s:.*)asked to be dropped"):
         open_numbers(tmp_path, [name])

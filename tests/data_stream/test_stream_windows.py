@@ -8,15 +8,13 @@ import pytest
 from data_stream.streams import NumberEncoder, batches, make_config, open_numbers, write_rows
 
 from shardyard.data.pretrain import DocumentTokenizer
-from shardyard.data.report import Encoded, Report
+from shardyard.data.report import Report
 from shardyard.data.sources import resolve_datasets
-from shardyard.data.store import SampleBlock
 from shardyard.data.stream.build import Seat, make_maker, open_stream
 from shardyard.data.stream.reader import RowReader
-from shardyard.data.stream.store import added
 from shardyard.data.stream.tokenise import TOO_SHORT, Conversations, TokenStream
 from shardyard.data.stream.window import Window, write_window
-from shardyard.data.types import IGNORE_INDEX, Sample
+from shardyard.data.types import IGNORE_INDEX
 from shardyard.errors import UserError
 
 
@@ -104,9 +102,7 @@ def test_what_cannot_be_a_target_is_counted(tmp_path):
     stream = open_texts(tmp_path, texts, append_eod=False, buffer_size=1)
     windows = windows_of(stream)
     assert [window.num_samples for window in windows] == [0, 0, 0, 1, 0]
-    total = Report("documents")
-    for window in windows:
-        total = added(total, window.report)
+    total = Report.total([window.report for window in windows])
     assert total.rows == 5 and total.samples == 1
     told = {reason: (drop.count, drop.first[-2:]) for reason, drop in total.dropped.items()}
     assert told == {"empty document": (2, ":1"), TOO_SHORT: (2, ":2")}
@@ -223,23 +219,3 @@ def test_a_window_file_is_whole_or_refused(tmp_path):
     path.write_bytes(b"otherwise" + whole[9:])
     with pytest.raises(ValueError, match="no window"):
         Window(path)
-
-
-def test_reports_add_up_as_if_counted_together():
-    def block(*lengths):
-        return SampleBlock.of(
-            [Sample(np.full(n, n, np.int32), np.full(n, n, np.int32), (n,)) for n in lengths]
-        )
-
-    parts = [
-        Encoded(block(3, 5), 3, [("a", "x:1")], truncated=1),
-        Encoded(block(), 1, [("b", "x:4")]),
-        Encoded(block(2), 3, [("a", "y:1"), ("b", "y:2")], split=1),
-    ]
-    together, total = Report("rows"), Report("rows")
-    for part in parts:
-        together.add(part)
-        single = Report("rows")
-        single.add(part)
-        total = added(total, single)
-    assert total == together and total.shortest == 2 and total.largest_id == 5

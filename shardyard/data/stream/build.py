@@ -20,7 +20,7 @@ from shardyard.data.stream.ahead import LookAhead, can_look_ahead
 from shardyard.data.stream.cache import WindowCache
 from shardyard.data.stream.mixture import Mixture, Source
 from shardyard.data.stream.reader import RowReader
-from shardyard.data.stream.run_folder import RunFolder, run_path
+from shardyard.data.stream.run_folder import RunFolder, remove_ownerless, run_path
 from shardyard.data.stream.sampler import StreamSampler
 from shardyard.data.stream.store import StreamStore, Taken
 from shardyard.data.stream.tokenise import Conversations, Method, TokenStream, WindowMaker
@@ -133,6 +133,7 @@ def open_stream(
         first = _first_window(cache, start_cursor, workers if leads else 1)
     except BaseException:
         stream.close()
+        remove_ownerless(cache.folder)
         raise
     atexit.register(stream.close)
     stream.first_report = first.report

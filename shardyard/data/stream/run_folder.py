@@ -61,6 +61,12 @@ def run_path(root: Path, key: str, run_id: str) -> Path:
     return root / key / run_id
 
 
+def remove_ownerless(path: Path) -> None:
+    """Delete the folder if its leader has left: what a rank that fails after its leader has made of it."""
+    if not (path / _OWNER).exists():
+        _remove(path)
+
+
 def _remove_dead(root: Path) -> None:
     for folder in root.glob("*/*"):
         owner = folder / _OWNER

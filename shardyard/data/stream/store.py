@@ -21,7 +21,7 @@ class Taken:
         if (epoch, window) <= self._last:
             return False
         self._last = (epoch, window)
-        self.report = added(self.report, report)
+        self.report = Report.total([self.report, report])
         return True
 
 
@@ -51,9 +51,4 @@ class StreamStore:
         """What became of the rows of all windows that this process has taken batches from; a copy that a
         resumed run begins anew.
         """
-        return added(Report(self._taken.report.unit), self._taken.report)
-
-
-def added(total: Report, more: Report) -> Report:
-    """The counts of both; of a reason that both have, the place that ``total`` has."""
-    return Report.total((total, more))
+        return Report.total([self._taken.report])

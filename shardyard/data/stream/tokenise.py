@@ -156,9 +156,7 @@ class WindowMaker:
             dropped += encoded.dropped
             notes += encoded.notes
             blocks.append(encoded.block)
-        report.add(
-            Encoded(SampleBlock.of([]), 0, _as_read(dropped, rows), notes=_as_read(notes, rows))
-        )
+        report.add(Encoded(SampleBlock.of([]), 0, _as_read(dropped, rows), notes=_as_read(notes, rows)))
         self._check(report)
         lengths = np.concatenate([np.empty(0, np.int32), *(block.lengths for block in blocks)])
         units = self._method.units(lengths, lambda size: self._order(size, epoch, _UNITS + window))
@@ -190,12 +188,12 @@ class WindowMaker:
             )
 
 
-def _as_read(
-    dropped: Sequence[tuple[str, str]], rows: Sequence[tuple[int, Any]]
-) -> Sequence[tuple[str, str]]:
+def _as_read(told: Sequence[tuple[str, str]], rows: Sequence[tuple[int, Any]]) -> Sequence[tuple[str, str]]:
     """In the order of reading, so that the first place of a reason is the first in the files."""
+    if not told:
+        return ()
     places = {_where(row): number for number, (_, row) in enumerate(rows)}
-    return sorted(dropped, key=lambda drop: places.get(drop[1], 0))
+    return sorted(told, key=lambda reason: places.get(reason[1], 0))
 
 
 def _where(row: Any) -> str:
