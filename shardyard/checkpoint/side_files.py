@@ -19,12 +19,12 @@ def write_side_files(
     dtype: torch.dtype,
     chat_template: str | None = None,
 ) -> None:
-    """config.json, the tokenizer with its template (else ``chat_template``), generation_config.json."""
+    """config.json, the tokenizer with its own template or ``chat_template``, generation_config.json."""
     config = json.dumps(_config_of(model, dtype, source_dir), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(config + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-        if chat_template is not None and not tokenizer.chat_template:
+        if chat_template is not None:
             # As save_pretrained would write it, without touching the live tokenizer.
             (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     _write_generation_config(model, folder, source_dir, tokenizer)

@@ -73,8 +73,8 @@ def _shares(config: Config, parts: Sequence[Part]) -> list[float] | None:
     shares = [1 / len(parts)] * len(parts) if given is None else list(probabilities(given))
     if len(shares) != len(parts):
         raise UserError(
-            f"data.interleave_probs: {len(shares)} shares for the {len(parts)} data sets of data.dataset; give "
-            "one for each"
+            f"data.interleave_probs: {len(shares)} shares for the {len(parts)} data sets of data.dataset; "
+            "give one for each"
         )
     return shares if len(parts) > 1 else None
 

@@ -18,7 +18,8 @@ from shardyard.data.batches import BatchLoader
 from shardyard.data.build import RunData, build_run_data
 from shardyard.data.leader import Role
 from shardyard.data.sampler import Sampler
-from shardyard.data.templates import build_template, chat_template_of
+from shardyard.data.templates import build_template
+from shardyard.data.templates.exported import template_for_export
 from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import Device, ProcessGroup, detect_device, local_ranks, start_process_group
 from shardyard.errors import UserError
@@ -267,10 +268,12 @@ def _export(config: Config, built: BuiltModel, tokenizer: Any) -> None:
         out_dir=Path(output_dir),
         source_dir=_source_of(config, built),
         tokenizer=tokenizer,
-        chat_template=chat_template_of(
+        chat_template=template_for_export(
+            tokenizer,
             _named_template(config),
             enable_thinking=config.data.enable_thinking,
             default_system=config.data.default_system,
+            tool_format=config.data.tool_format,
         ),
     )
     logger.info("Huggingface checkpoint saved at %s successfully! (%s)", output_dir, report)

@@ -14,7 +14,9 @@ import pytest
 from support.models import tiny_config
 from support.tokenizers import byte_tokenizer
 
-from shardyard.data.templates import build_template, chat_template_of
+from shardyard.data.templates import build_template
+from shardyard.data.templates.build import exported_chat_template
+from shardyard.data.templates.exported import template_for_export
 from shardyard.errors import UserError
 
 
@@ -103,7 +105,7 @@ def test_the_end_of_a_trained_turn_joins_the_stop_ids(tmp_path: Path, source: Pa
     build_template("qwen3", tokenizer)  # which makes <|im_end|>, id 1, the eos token
     text = '{\n  "eos_token_id": [2, 0],\n  "top_k": 20\n}'
     (source / "generation_config.json").write_text(text, encoding="utf-8")
-    template = chat_template_of("qwen3")
+    template = exported_chat_template("qwen3")
     export(tiny("qwen3"), tmp_path / "out", source, tokenizer=tokenizer, chat_template=template)
 
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
@@ -142,12 +144,30 @@ def test_without_the_file_the_config_s_stop_id_counts(
     assert options["eos_token_id"] == wanted
 
 
-def test_a_tokenizer_s_own_chat_template_is_not_replaced(tmp_path: Path) -> None:
+QWEN3_QUESTION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("own", "stays"),
+    [(QWEN3_QUESTION, True), ("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}", False)],
+)
+def test_an_own_chat_template_stays_only_if_it_asks_as_training_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, own: str, stays: bool
+) -> None:
     from transformers import AutoTokenizer
 
-    own = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    export(tiny("qwen3"), tmp_path, tokenizer=byte_tokenizer(own), chat_template=chat_template_of("qwen3"))
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == own
+    tokenizer = byte_tokenizer(own)
+    chosen = template_for_export(tokenizer, "qwen3")
+    export(tiny("qwen3"), tmp_path, tokenizer=tokenizer, chat_template=chosen)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    assert (exported.chat_template == own) is stays
+    assert ("that was trained, data.template: qwen3" in caplog.text) is not stays
+    question = [{"role": "user", "content": "Who?"}]
+    asked = exported.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    assert asked == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_bad_shard_is_found_when_it_is_written(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from support.tokenizers import byte_tokenizer
 
-from shardyard.data.templates import build_template, chat_template_of
+from shardyard.data.templates import build_template
+from shardyard.data.templates.build import exported_chat_template
 from shardyard.data.types import Conversation, Message, ToolCall
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "a < b & 'c'", "parameters": {}}}
@@ -94,7 +95,7 @@ def test_it_renders_what_was_trained(
     options: dict[str, Any] = {"enable_thinking": enable_thinking, "default_system": default_system}
     template = build_template("qwen3", tokenizer, **options)
     (turns,) = template.encode(CONVERSATIONS[name])
-    tokenizer.chat_template = chat_template_of("qwen3", **options)
+    tokenizer.chat_template = exported_chat_template("qwen3", **options)
     conversation = CONVERSATIONS[name]
     given: list[int] = []
     replies = [number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
@@ -112,7 +113,7 @@ def test_it_renders_what_was_trained(
 def test_the_asker_decides_about_thoughts() -> None:
     tokenizer = byte_tokenizer()
     for trained in (True, False):
-        tokenizer.chat_template = chat_template_of("qwen3", enable_thinking=trained)
+        tokenizer.chat_template = exported_chat_template("qwen3", enable_thinking=trained)
         for asked in (True, False):
             prompt = tokenizer.apply_chat_template(
                 [{"role": "user", "content": "Q"}],
@@ -126,7 +127,7 @@ def test_the_asker_decides_about_thoughts() -> None:
 
 def test_arguments_as_text_are_written_as_they_are() -> None:
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = chat_template_of("qwen3")
+    tokenizer.chat_template = exported_chat_template("qwen3")
     call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": 1})}}
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Q"}, {"role": "assistant", "content": None, "tool_calls": [call]}],
@@ -139,4 +140,4 @@ def test_arguments_as_text_are_written_as_they_are() -> None:
 
 
 def test_the_tokenizer_s_own_template_needs_none() -> None:
-    assert chat_template_of(None) is None
+    assert exported_chat_template(None) is None
