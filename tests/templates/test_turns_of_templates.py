@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from support import tokenizers as tiny
 from support.families import family_tokenizer
@@ -44,12 +42,10 @@ def lost(name: str | None, conversation: Conversation, **options: bool | None) -
     return [turn.lost_thought for sample in template.encode(conversation) for turn in sample]
 
 
-def test_a_lost_thought_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_thought_is_told() -> None:
     inline, apart = Message("assistant", "<think>why</think>r"), Message("assistant", "r", "why")
     plain = Message("assistant", "r")
-    with caplog.at_level(logging.WARNING, "shardyard.data"):
-        assert lost("deepseek3", thoughtful(plain, inline, apart)) == [False, True, True]
-        assert caplog.text.count("the template deepseek3 leaves out thoughts that rows hold, f:2") == 1
+    assert lost("deepseek3", thoughtful(plain, inline, apart)) == [False, True, True]
     assert lost("qwen2.5", thoughtful(plain, inline, apart)) == [False, False, True]
     assert lost("qwen3", thoughtful(plain, inline, apart)) == [False, False, False]
     assert lost("glm4", thoughtful(plain, inline, apart)) == [False, False, False]

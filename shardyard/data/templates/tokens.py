@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 from shardyard.data.dropped import NotUsable
+from shardyard.data.templates.joints import Joints
 from shardyard.data.types import Conversation, Message, ToolCall
 
 _PRIVATE_USE = range(0xE000, 0xF900)
@@ -30,6 +31,7 @@ class TextTokenizer:
         self._split = split_special_tokens
         added = tokenizer.added_tokens_decoder.values()
         self._special = {token.content: token for token in added if token.special}
+        self._joints = Joints(tokenizer, self._plain)
         names = sorted(self._special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._special_ids = {tokenizer.convert_tokens_to_ids(name) for name in names} - {
@@ -64,7 +66,7 @@ class TextTokenizer:
         except UnicodeEncodeError:
             raise NotUsable("text that is not valid Unicode (half of a surrogate pair)") from None
         if not hidden:
-            return self._plain(text)
+            return self._joints.ids(text)
         if not self._parts_add_up:
             raise NotUsable("special tokens in the text, which this tokenizer cannot split inside a template")
         if any(f"\\u{ord(character):04x}" in text.lower() for character in hidden):
