@@ -259,6 +259,26 @@ def test_a_run_goes_on_without_the_process_that_works_ahead(tmp_path):
     stream.close()
 
 
+def test_parquet_is_read_by_parent_look_ahead_and_loader_workers_alike(tmp_path):
+    """Its reader has threads, which a fork cuts off."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"instruction": str(number), "output": "r"} for number in range(1, 401)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=30)
+    stream = open_numbers(tmp_path, ["a.parquet"], buffer_size=50, global_batch=8, look_ahead=True)
+    batch = stream.sampler.global_batch_at(0)
+    wait_for(lambda: (stream.folder / "e0-w2.window").exists())
+    (stream.folder / "e0-w0.window").unlink()
+    process = FORK.Process(target=get_one, args=(pickle.loads(pickle.dumps(stream.store))._cache, 0, 0))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0 and (stream.folder / "e0-w0.window").exists()
+    found = by_epoch(batches(stream, 1))
+    assert sorted(found[0]) == list(range(1, 401)) and len(batch.units) == 8
+    stream.close()
+
+
 def is_alive(pid):
     """Whether a process runs; one that nobody has waited for is dead as well."""
     try:
