@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from support import tokenizers as tiny
 from support.families import family_tokenizer
@@ -59,6 +61,41 @@ def test_thoughts_that_are_to_be_removed_are_not_lost() -> None:
         assert lost(name, thoughtful(inline, Message("assistant", "r", "why")), enable_thinking=False) == [
             False,
             False,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"), [("empty", True), ("glm4", True), ("qwen3", False), ("phi3", False)]
+)
+def test_a_template_without_an_end_of_turn_warns(
+    name: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = family_tokenizer(name) if name in ("glm4", "phi3") else byte_tokenizer()
+    with caplog.at_level(logging.WARNING, "shardyard.data"):
+        build_template(name, tokenizer)
+    assert ("do not teach a model where to stop" in caplog.text) is warned
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "glm4", "phi3", "deepseek3", "gemma3"])
+def test_special_tokens_that_a_row_spells_out_are_words_if_they_are_to_be_split(name: str) -> None:
+    tokenizer = family_tokenizer(name)
+    special = {
+        token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    words = " and ".join(special)
+    conversation = Conversation(
+        (Message("user", f"say {words}."), Message("assistant", f"it is {words}.")), f"be {words}."
+    )
+    plain = Conversation((Message("user", "say"), Message("assistant", "it is")), "be")
+    template = build_template(name, tokenizer, split_special_tokens=True)
+    ((turn,),), ((other,),) = template.encode(conversation), template.encode(plain)
+    text = "".join(tokenizer.decode(ids) for ids in (turn.prompt, turn.reply))
+    assert text == build_template(name, family_tokenizer(name)).samples(conversation)[0][0].prompt + (  # type: ignore[attr-defined]
+        build_template(name, family_tokenizer(name)).samples(conversation)[0][0].reply  # type: ignore[attr-defined]
+    )
+    for ours, without in ((turn.prompt, other.prompt), (turn.reply, other.reply)):
+        assert [token for token in ours if token in special.values()] == [
+            token for token in without if token in special.values()
         ]
 
 

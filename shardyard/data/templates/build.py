@@ -78,6 +78,12 @@ def build_template(
         enable_thinking=enable_thinking,
         default_system=default_system,
     )
+    if not spec.assistant.end and not spec.end:
+        _log.warning(
+            "data.template: %s writes nothing after a row's last reply: rows of one question do not teach a "
+            "model where to stop",
+            name,
+        )
     if spec.eos is not None and tokenizer.eos_token != spec.eos:
         tokenizer.eos_token = spec.eos
     return template
