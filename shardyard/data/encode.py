@@ -5,12 +5,13 @@ Labels are made by position, never by value, so a token that is both padding and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardyard.data.dropped import Dropped, NotUsable
+from shardyard.data.store import FLAG_LOST_THOUGHT, FLAG_TRUNCATED
 from shardyard.data.templates import Turn, build_template
 from shardyard.data.types import IGNORE_INDEX, Conversation, Sample
 
@@ -24,11 +25,13 @@ LOST_THOUGHT = "a thought left out by the chat template"
 
 class Samples(list[Sample]):
     """The samples of one conversation; ``truncated`` if any token of it was cut off. ``notes`` say all that
-    was left out of them, in words to count by.
+    was left out of them, in words to count by; ``flags``, of each sample, what was left out of it (those of
+    the store; none at all if nothing was).
     """
 
     truncated: bool = False
     notes: tuple[str, ...] = ()
+    flags: Sequence[int] = ()
 
 
 class Encoder:
@@ -97,15 +100,20 @@ class Encoder:
             parts = _to_last_trained(parts)
         samples = Samples()
         notes: set[str] = set()
+        flags: list[int] = []
         for turns in parts:
             kept = self._cut(turns)
-            if _num_tokens(kept) < _num_tokens(turns):
+            cut = _num_tokens(kept) < _num_tokens(turns)
+            if cut:
                 notes.add(TRUNCATED)
             sample = self._label(kept)
             if (sample.labels != IGNORE_INDEX).any():
                 samples.append(sample)
-                notes.update(LOST_THOUGHT for turn in kept if turn.lost_thought and turn.trained)
-        samples.truncated, samples.notes = TRUNCATED in notes, tuple(sorted(notes))
+                lost = any(turn.lost_thought and turn.trained for turn in kept)
+                if lost:
+                    notes.add(LOST_THOUGHT)
+                flags.append(FLAG_TRUNCATED * cut | FLAG_LOST_THOUGHT * lost)
+        samples.truncated, samples.notes, samples.flags = TRUNCATED in notes, tuple(sorted(notes)), flags
         if not samples:
             reason = "no trained token" + (" left within data.cutoff_len" if samples.truncated else "")
             return Dropped(reason, conversation.where)

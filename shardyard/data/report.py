@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,11 +25,13 @@ class Encoded:
     """Rows that were cut to ``data.cutoff_len``."""
     split: int = 0
     """Rows that became several samples, one per reply."""
+    notes: Sequence[tuple[str, str]] = ()
+    """(what was left out of a row that is used, where)."""
 
 
 @dataclass
 class Dropped:
-    """How many rows were dropped for one reason, and where the first of them is."""
+    """How many rows were dropped, or are noted, for one reason, and where the first of them is."""
 
     count: int
     first: str
@@ -42,6 +45,8 @@ class Report:
     """What a row is called: rows, or documents."""
     rows: int = 0
     dropped: dict[str, Dropped] = field(default_factory=dict)
+    notes: dict[str, Dropped] = field(default_factory=dict)
+    """Rows that are used, but not all of them: what was left out (beside truncation)."""
     truncated: int = 0
     split: int = 0
     samples: int = 0
@@ -57,8 +62,9 @@ class Report:
         self.rows += encoded.rows
         self.truncated += encoded.truncated
         self.split += encoded.split
-        for reason, where in encoded.dropped:
-            self.dropped.setdefault(reason, Dropped(0, where)).count += 1
+        for counted, found in ((self.dropped, encoded.dropped), (self.notes, encoded.notes)):
+            for reason, where in found:
+                counted.setdefault(reason, Dropped(0, where)).count += 1
         self.add_samples(encoded.block)
 
     def add_samples(self, block: SampleBlock) -> None:
@@ -80,9 +86,9 @@ class Report:
         for report in reports:
             for name in _SUMS:
                 setattr(total, name, getattr(total, name) + getattr(report, name))
-            for reason, drop in report.dropped.items():
-                known = total.dropped.setdefault(reason, Dropped(0, drop.first))
-                known.count += drop.count
+            for counted, more in ((total.dropped, report.dropped), (total.notes, report.notes)):
+                for reason, drop in more.items():
+                    counted.setdefault(reason, Dropped(0, drop.first)).count += drop.count
             if report.samples:
                 total.shortest = min(total.shortest or report.shortest, report.shortest)
                 total.longest = max(total.longest, report.longest)
@@ -92,8 +98,9 @@ class Report:
     def lines(self) -> list[str]:
         """The table, one line a count."""
         table: list[tuple[str, str]] = [(f"{self.unit} read", str(self.rows))]
-        for reason, drop in sorted(self.dropped.items(), key=lambda item: -item[1].count):
-            table.append((f"dropped: {reason}", f"{drop.count} (first: {drop.first})"))
+        for word, counted in (("dropped", self.dropped), ("noted", self.notes)):
+            for reason, drop in sorted(counted.items(), key=lambda item: -item[1].count):
+                table.append((f"{word}: {reason}", f"{drop.count} (first: {drop.first})"))
         if self.truncated:
             table.append(("truncated to data.cutoff_len", str(self.truncated)))
         if self.split:
@@ -128,8 +135,11 @@ class Report:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Report:
-        dropped = {reason: Dropped(**drop) for reason, drop in values["dropped"].items()}
-        return cls(**{**values, "dropped": dropped})
+        counted = {
+            name: {reason: Dropped(**drop) for reason, drop in values.get(name, {}).items()}
+            for name in ("dropped", "notes")
+        }
+        return cls(**{**values, **counted})
 
 
 _SUMS = ("rows", "truncated", "split", "samples", "tokens", "trained_tokens")
@@ -152,14 +162,29 @@ class Preview:
 
 def preview(sample: Sample, tokenizer: Decoder, max_tokens: int = 1024) -> Preview:
     """Decode the first ``max_tokens`` of a sample, special tokens included; targets are marked."""
-    input_ids, labels = sample.input_ids[:max_tokens].tolist(), sample.labels[:max_tokens].tolist()
-    trained = [False] + [label != IGNORE_INDEX for label in labels[:-1]]
-    pieces, begin = [], 0
-    for end in range(1, len(input_ids) + 1):
-        if end < len(input_ids) and trained[end] == trained[begin]:
-            continue
-        text = str(tokenizer.decode(input_ids[begin:end], skip_special_tokens=False))
-        pieces.append(f"[[{text}]]" if trained[begin] else text)
-        begin = end
+    input_ids, labels = sample.input_ids[:max_tokens], sample.labels[:max_tokens]
+    pieces = [
+        f"[[{text}]]" if trained else text
+        for text, trained in stretches(input_ids, trained_tokens(labels), tokenizer)
+    ]
     cut = len(sample.input_ids) - len(input_ids)
-    return Preview("".join(pieces) + (f" ... ({cut} more tokens)" if cut else ""), input_ids, labels)
+    text = "".join(pieces) + (f" ... ({cut} more tokens)" if cut else "")
+    return Preview(text, input_ids.tolist(), labels.tolist())
+
+
+def trained_tokens(labels: np.ndarray) -> np.ndarray:
+    """Which tokens [n] are the target of the position before them; the first one is nobody's."""
+    trained = np.zeros(len(labels), bool)
+    trained[1:] = labels[:-1] != IGNORE_INDEX
+    return trained
+
+
+def stretches(input_ids: np.ndarray, trained: np.ndarray, tokenizer: Decoder) -> list[tuple[str, bool]]:
+    """The text of tokens [n] in pieces that are trained as a whole or not at all, special tokens included."""
+    bounds = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(input_ids)]
+    pieces = []
+    for begin, end in pairwise(bounds):
+        if begin < end:
+            text = tokenizer.decode(input_ids[begin:end].tolist(), skip_special_tokens=False)
+            pieces.append((str(text), bool(trained[begin])))
+    return pieces

@@ -7,6 +7,8 @@ Legend: N samples, T tokens of all samples, D documents (attention segments) of 
     offsets.bin      int64 [N+1]   where a sample's tokens begin
     doc_lens.bin     int32 [D]
     doc_offsets.bin  int64 [N+1]   where a sample's documents begin
+    flags.bin        uint8 [N]     what was left out of a sample: ``FLAG_TRUNCATED``, ``FLAG_LOST_THOUGHT``
+    rows.bin         int64 [N]     a sample's row, counted from 0 as the input is read; -1: unknown
     manifest.json
 """
 
@@ -23,8 +25,13 @@ import numpy as np
 from shardyard.data.folders import NewFolder, check_folder, file_errors
 from shardyard.data.types import Sample
 
-FORMAT = 1
+FORMAT = 2
 """Layout of the folder; a store of another layout is not read."""
+
+FLAG_TRUNCATED = 1
+"""Flag of a sample that was cut to ``data.cutoff_len``."""
+FLAG_LOST_THOUGHT = 2
+"""Flag of a sample without a thought that its row holds: the template has no place for it."""
 
 _DTYPES = {
     "input_ids.bin": np.dtype("<i4"),
@@ -32,12 +39,16 @@ _DTYPES = {
     "offsets.bin": np.dtype("<i8"),
     "doc_lens.bin": np.dtype("<i4"),
     "doc_offsets.bin": np.dtype("<i8"),
+    "flags.bin": np.dtype("u1"),
+    "rows.bin": np.dtype("<i8"),
 }
 
 
 @dataclass(frozen=True)
 class SampleBlock:
-    """Several samples as flat arrays, all int32: what tokenising processes send and the store appends."""
+    """Several samples as flat arrays, int32 unless said otherwise: what tokenising processes send and the
+    store appends.
+    """
 
     input_ids: np.ndarray
     """[T of the block]"""
@@ -49,9 +60,19 @@ class SampleBlock:
     """Tokens of each document."""
     doc_counts: np.ndarray
     """Documents of each sample."""
+    flags: np.ndarray | None = None
+    """What was left out of each sample, uint8; None: nothing."""
+    rows: np.ndarray | None = None
+    """The row of each sample, int64; None: unknown."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> SampleBlock:
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        *,
+        flags: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> SampleBlock:
         empty = [np.empty(0, np.int32)]
         return cls(
             input_ids=np.concatenate([*empty, *(sample.input_ids for sample in samples)], dtype=np.int32),
@@ -59,6 +80,8 @@ class SampleBlock:
             lengths=np.array([len(sample.input_ids) for sample in samples], np.int32),
             doc_lens=np.array([n for sample in samples for n in sample.doc_lens], np.int32),
             doc_counts=np.array([len(sample.doc_lens) for sample in samples], np.int32),
+            flags=None if flags is None else np.array(flags, np.uint8),
+            rows=None if rows is None else np.array(rows, np.int64),
         )
 
 
@@ -97,13 +120,20 @@ class StoreWriter:
         """Append the block's samples."""
         if not len(block.input_ids) == len(block.labels) == block.lengths.sum() == block.doc_lens.sum():
             raise ValueError("the arrays of a sample block do not fit together")
+        count = len(block.lengths)
+        flags = np.zeros(count, np.uint8) if block.flags is None else block.flags
+        rows = np.full(count, -1, np.int64) if block.rows is None else block.rows
+        if not len(flags) == len(rows) == count:
+            raise ValueError("the flags or rows of a sample block do not fit its samples")
         with file_errors(self.path):
+            self._append("flags.bin", flags)
+            self._append("rows.bin", rows)
             self._append("input_ids.bin", block.input_ids)
             self._append("labels.bin", block.labels)
             self._append("doc_lens.bin", block.doc_lens)
             self._append("offsets.bin", self._tokens + np.cumsum(block.lengths, dtype=np.int64))
             self._append("doc_offsets.bin", self._docs + np.cumsum(block.doc_counts, dtype=np.int64))
-        self.num_samples += len(block.lengths)
+        self.num_samples += count
         self._tokens += len(block.input_ids)
         self._docs += len(block.doc_lens)
 
@@ -144,6 +174,10 @@ class SampleStore:
         self._offsets = _mapped(path, "offsets.bin")
         self._doc_lens = _mapped(path, "doc_lens.bin")
         self._doc_offsets = _mapped(path, "doc_offsets.bin")
+        self.flags = _mapped(path, "flags.bin")
+        """What was left out of each sample, uint8 [N]."""
+        self.rows = _mapped(path, "rows.bin")
+        """The row of each sample, int64 [N]; -1 where it is unknown."""
 
     @classmethod
     def open(cls, path: Path) -> SampleStore:

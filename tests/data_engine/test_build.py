@@ -91,7 +91,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, manager, w
         )  # fmt: skip
         folders.append(build_run_data(config, make_tokenizer(chat_template=CHAT)).parts[0].path)
     names = sorted(path.name for path in folders[0].iterdir())
-    assert len(names) == (3 if manager == "mg" else 6)
+    assert len(names) == (3 if manager == "mg" else 8)
     for name in names:
         if name != "manifest.json":
             assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name

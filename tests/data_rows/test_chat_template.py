@@ -13,7 +13,7 @@ from support import tokenizers as tiny
 from support.tokenizers import byte_tokenizer, trained_text
 
 from shardyard.data.dropped import Dropped
-from shardyard.data.encode import Encoder
+from shardyard.data.encode import LOST_THOUGHT, Encoder
 from shardyard.data.types import Conversation, Message, ToolCall
 from shardyard.errors import UserError
 
@@ -144,28 +144,28 @@ def test_a_thought_that_only_the_generation_prompt_opens_is_left_out_and_told(
 @pytest.mark.parametrize(
     ("template", "lost"), [(tiny.CHATML, True), (tiny.OPENS_A_THOUGHT, True), (tiny.QWEN3_LIKE, False)]
 )
-def test_thoughts_that_a_template_leaves_out_are_told_once(
-    template: str, lost: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_thoughts_that_a_template_leaves_out_are_noted(template: str, lost: bool) -> None:
     turns = (Message("user", "q"), Message("assistant", "r", "why"))
     encoder = Encoder(byte_tokenizer(template))
-    with caplog.at_level(logging.WARNING, "shardyard.data"):
-        for conversation in (talk("q", "r"), Conversation(turns, where="f:2"), Conversation(turns)):
-            assert not isinstance(encoder.encode(conversation), Dropped)
-    assert caplog.text.count("leaves out thoughts that rows hold, f:2 the first") == int(lost)
+    notes = []
+    for conversation in (talk("q", "r"), Conversation(turns)):
+        samples = encoder.encode(conversation)
+        assert not isinstance(samples, Dropped)
+        notes.append(samples.notes)
+    assert notes == [(), (LOST_THOUGHT,) if lost else ()]
 
 
-def test_thoughts_inside_the_text_are_told_too_unless_thinking_is_off(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_thoughts_inside_the_text_are_noted_too_unless_thinking_is_off() -> None:
     conversation = talk("q1", "<think>a</think>r1", "q2", "<think>\nb\n</think>\n\nr2")
-    with caplog.at_level(logging.WARNING, "shardyard.data"):
-        for template in (tiny.CHATML, tiny.QWEN3_LIKE):
-            Encoder(byte_tokenizer(template)).encode(conversation)
-        Encoder(byte_tokenizer(tiny.OPENS_A_THOUGHT), enable_thinking=False).encode(conversation)
-        assert "leaves out thoughts" not in caplog.text
-        Encoder(byte_tokenizer(tiny.OPENS_A_THOUGHT)).encode(conversation)
-    assert caplog.text.count("leaves out thoughts") == 1
+
+    def notes(template: str, **options: Any) -> tuple[str, ...]:
+        samples = Encoder(byte_tokenizer(template), **options).encode(conversation)
+        assert not isinstance(samples, Dropped)
+        return samples.notes
+
+    assert notes(tiny.CHATML) == notes(tiny.QWEN3_LIKE) == ()
+    assert notes(tiny.OPENS_A_THOUGHT, enable_thinking=False) == ()
+    assert notes(tiny.OPENS_A_THOUGHT) == (LOST_THOUGHT,)
 
 
 def test_a_thought_in_the_text_is_dropped_where_the_template_writes_a_second_one_before_it() -> None:

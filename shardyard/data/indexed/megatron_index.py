@@ -114,7 +114,19 @@ class MegatronSamples:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Sample:
+    @property
+    def samples_per_set(self) -> list[int]:
+        """How many of the samples are of each set."""
+        if self._blend is None:
+            return [self._length]
+        return np.bincount(self._blend[0][: self._length], minlength=len(self._sets)).tolist()
+
+    def document_ends(self, index: int) -> np.ndarray:
+        """Where documents end in a sample: how many of its inputs there are up to each end, ascending."""
+        text, ends = self._read(index)
+        return ends[ends < len(text)]
+
+    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         windows = self._sets[0]
@@ -124,6 +136,10 @@ class MegatronSamples:
         text, ends = windows.read(index)
         if self._eod_id is not None:
             ends = np.flatnonzero(text == self._eod_id) + 1
+        return text, ends
+
+    def __getitem__(self, index: int) -> Sample:
+        text, ends = self._read(index)
         return window_sample(text, ends, reset_attention_mask=self._reset, ignore_ends=self._eod_mask_loss)
 
     def __reduce__(self) -> tuple[Any, ...]:

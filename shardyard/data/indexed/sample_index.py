@@ -131,11 +131,19 @@ class WindowSamples:
         return max(-(-(self.num_tokens - 1) // self._cutoff_len), 0)
 
     def __getitem__(self, index: int) -> Sample:
+        text, ends = self._read(index)
+        return window_sample(text, ends, reset_attention_mask=self._reset, ignore_ends=self._reset)
+
+    def document_ends(self, index: int) -> np.ndarray:
+        """Where documents end in a window: how many of its inputs there are up to each end, ascending."""
+        text, ends = self._read(index)
+        return ends[ends < len(text)]
+
+    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         begin = index * self._cutoff_len
-        text, ends = self._stream.read(begin, min(begin + self._cutoff_len + 1, self.num_tokens))
-        return window_sample(text, ends, reset_attention_mask=self._reset, ignore_ends=self._reset)
+        return self._stream.read(begin, min(begin + self._cutoff_len + 1, self.num_tokens))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, self._arguments

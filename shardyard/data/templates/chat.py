@@ -60,7 +60,6 @@ class ChatTemplate:
         self._drop_thoughts = enable_thinking is False
         self._default_system = default_system
         self._renderer = Renderer(tokenizer, enable_thinking, chat_template=chat_template)
-        self._told_lost_thought = False
         try:
             self._terminator = self._probe_replies()
         except NotUsable as error:
@@ -79,7 +78,7 @@ class ChatTemplate:
                 continue
             before, through = self._reply_bounds(conversation, number)
             self._check_reply(turn, through[len(before) :])
-            lost = self._tell_lost_thought(turn, through[len(before) :], conversation.where)
+            lost = _loses_thought(turn, through[len(before) :])
             writer.add(before, through, trained=turn.train, lost_thought=lost)
         return writer.samples
 
@@ -138,22 +137,6 @@ class ChatTemplate:
         if not turn.tool_calls and not reply.endswith(self._terminator):
             raise NotUsable("the chat template ends this reply in another way than others")
 
-    def _tell_lost_thought(self, turn: Message, reply: str, where: str) -> bool:
-        """Whether the template leaves out this reply's thought; warns of it, once in this process."""
-        inline = THOUGHT.search(turn.content)
-        thought = turn.reasoning or (inline[0] if inline else "")
-        thought = thought.removeprefix("<think>").removesuffix("</think>").strip()
-        if thought in reply:
-            return False
-        if not self._told_lost_thought:
-            self._told_lost_thought = True
-            _log.warning(
-                "the tokenizer's chat template leaves out thoughts that rows hold, %s the first: such "
-                "replies are trained without them",
-                where,
-            )
-        return True
-
     def _probe_replies(self) -> str:
         """What the template writes after a reply; tells of what a user should know about it."""
         asked = Conversation((Message("user", "Question?"),))
@@ -203,6 +186,13 @@ def _answered(conversation: Conversation, number: int, reply: str) -> Conversati
     """The first ``number`` turns and a plain reply."""
     turns = (*conversation.turns[:number], Message("assistant", reply))
     return Conversation(turns, conversation.system, conversation.tools)
+
+
+def _loses_thought(turn: Message, reply: str) -> bool:
+    """Whether the template leaves out this reply's thought."""
+    inline = THOUGHT.search(turn.content)
+    thought = turn.reasoning or (inline[0] if inline else "")
+    return thought.removeprefix("<think>").removesuffix("</think>").strip() not in reply
 
 
 def _without_thought(turn: Message) -> Message:

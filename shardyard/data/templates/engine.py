@@ -6,7 +6,6 @@ thoughts becomes one sample per question: every reply is trained in the very con
 
 from __future__ import annotations
 
-import logging
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -17,8 +16,6 @@ from shardyard.data.templates.spec import TemplateSpec, ToolFormat, fill
 from shardyard.data.templates.tokens import Hidden, TextTokenizer
 from shardyard.data.templates.tool_text import json_text, tools_text
 from shardyard.data.types import Conversation, Message
-
-_log = logging.getLogger("shardyard.data")
 
 
 class Piece(NamedTuple):
@@ -54,7 +51,6 @@ class NamedTemplate:
         self.default_system = spec.default_system if default_system is None else default_system
         self._tokens = tokens
         self._replies = ReplyWriter(spec, self.tools, enable_thinking=enable_thinking)
-        self._told_lost_thought = False
 
     def encode(self, conversation: Conversation) -> list[list[Turn]]:
         """One sample, or one per question where earlier thoughts are left out.
@@ -71,7 +67,7 @@ class NamedTemplate:
         for pieces in samples:
             text = ""
             for piece in pieces:
-                lost = self._lost_thought(piece, conversation.where)
+                lost = self._loses_thought(piece)
                 before, text = text + piece.prompt, text + piece.prompt + piece.reply
                 writer.add(before, text, trained=piece.message.train, lost_thought=lost)
         return writer.samples
@@ -103,7 +99,7 @@ class NamedTemplate:
 
     def _turn(self, piece: Piece, conversation: Conversation, hidden: Hidden) -> Turn:
         """A reply whose ids are those of its own text, as a model meets them after the prompt's."""
-        lost = self._lost_thought(piece, conversation.where)
+        lost = self._loses_thought(piece)
         prompt, reply = self._tokens.ids(piece.prompt, hidden), self._tokens.ids(piece.reply, hidden)
         return Turn(prompt, reply, piece.message.train, lost)
 
@@ -204,22 +200,11 @@ class NamedTemplate:
         written = (fill(style.each, content=result, json=json_text(result)) for result in results)
         return style.before + style.between.join(written) + style.after
 
-    def _lost_thought(self, piece: Piece, where: str) -> bool:
-        """Whether the reply leaves out the row's thought; warns of it, once in this process."""
+    def _loses_thought(self, piece: Piece) -> bool:
+        """Whether the reply leaves out the row's thought."""
         if self.enable_thinking is False:
             return False
-        thought = thought_of(piece.message, self.spec.thinking).strip()
-        if thought in piece.reply:
-            return False
-        if not self._told_lost_thought:
-            self._told_lost_thought = True
-            _log.warning(
-                "the template %s leaves out thoughts that rows hold, %s the first: such replies are trained "
-                "without them",
-                self.name,
-                where,
-            )
-        return True
+        return thought_of(piece.message, self.spec.thinking).strip() not in piece.reply
 
 
 _ANSWER = ("tool", "assistant")
