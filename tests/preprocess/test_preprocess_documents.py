@@ -136,12 +136,17 @@ def test_half_a_surrogate_pair_is_dropped_and_counted(tmp_path, tokenizer):
 
 def test_nothing_left_to_write_is_an_error_with_the_reasons(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}])
-    with pytest.raises(UserError, match=r"none of 1 rows is left to write; empty document: 1 \(first: .*:1\)"):
+    with pytest.raises(
+        UserError, match=r"none of 1 rows is left to write; empty document: 1 \(first: .*:1\)"
+    ):
         write_documents(entry_of(path), tokenizer, tmp_path / "out", append_eod=True, workers=1)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
-BAD = b'{"text": "one"}\n\n{"text": "two"}{"text": "three"}\n{"text": 4}\n[5]\n{"other": "6"}\n\xff\n{"text": "7"}\n'
+BAD = (
+    b'{"text": "one"}\n\n{"text": "two"}{"text": "three"}\n{"text": 4}\n[5]\n'
+    b'{"other": "6"}\n\xff\n{"text": "7"}\n'
+)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -160,7 +165,9 @@ def test_bad_rows_are_skipped_and_counted_if_asked(tmp_path, tokenizer):
         entry_of(path), tokenizer, tmp_path / "out", append_eod=True, workers=1, on_bad_row="skip"
     )
     assert report.documents == 2 and report.rows == 7
-    assert {reason: (count, first.rsplit(":", 1)[1]) for reason, (count, first) in report.dropped.items()} == {
+    assert {
+        reason: (count, first.rsplit(":", 1)[1]) for reason, (count, first) in report.dropped.items()
+    } == {
         "not valid JSON": (1, "3"),
         "column 'text' must hold text": (1, "4"),
         "not an object": (1, "5"),

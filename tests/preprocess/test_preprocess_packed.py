@@ -156,7 +156,11 @@ def test_a_template_that_rewrites_turns_gives_one_sample_per_reply(tmp_path):
 
 
 def test_rows_that_cannot_be_used_are_counted(tmp_path):
-    rows = [*alpaca_rows(2), {"instruction": "q", "input": "", "output": ""}, {"instruction": "", "output": "a"}]
+    rows = [
+        *alpaca_rows(2),
+        {"instruction": "q", "input": "", "output": ""},
+        {"instruction": "", "output": "a"},
+    ]
     result = run(tmp_path, entry_of(tmp_path, rows), byte_tokenizer(CHATML))
     counts = result.counts["packed"]
     assert counts["rows read"] == 4 and counts["samples"] == 2
@@ -255,5 +259,5 @@ def test_parts_that_do_not_belong_together_are_refused_at_open(tmp_path, changed
 
 
 def test_a_missing_part_is_named(tmp_path):
-    with pytest.raises(UserError, match="foreign_packed_attention_mask_document.idx is missing"):
+    with pytest.raises(UserError, match=r"foreign_packed_attention_mask_document\.idx is missing"):
         PackedSamples(write_parts(tmp_path, input_ids=[[1]]))

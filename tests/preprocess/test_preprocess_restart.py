@@ -194,7 +194,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
-        with pytest.raises(UserError, match="cannot write .*; free space there"):
+        with pytest.raises(UserError, match=r"cannot write .*; free space there"):
             run_job(job, byte_tokenizer())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
