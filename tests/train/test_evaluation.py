@@ -204,7 +204,7 @@ def score_documents(folder, packed) -> list[Any]:
     built, step, meshes = build_step(folder, Recipe())
     calls = []
     built.model.register_forward_hook(lambda *_: calls.append(None))
-    evaluator = evaluator_of(built, step, meshes, {"set": documents_of(SEVEN)}, 2, packed)
+    evaluator = evaluator_of(built, step, meshes, {"set": documents_of(SEVEN)[::-1]}, 2, packed)
     gathers = []
     gather = step.group.gather
     step.group.gather = lambda numbers: gathers.append(len(numbers)) or gather(numbers)
@@ -212,7 +212,7 @@ def score_documents(folder, packed) -> list[Any]:
 
 
 def test_a_forward_for_each_document_gives_the_same_loss_on_ranks_with_unequally_many(ranks, folder, wanted):
-    """Samples hold 2, 2, 2 and 1 documents; rank 0 has the first and third: 4 forwards, rank 1 as many."""
+    """Samples hold 1, 2, 2 and 2 documents; rank 0 has the first and third: 3 of them, so one filler."""
     loss_sum, labelled = wanted["seven"]
     for packed, forwards in ((False, 4), (True, 1)):
         for score, calls, gathers in ranks.run(2, score_documents, folder, packed):
