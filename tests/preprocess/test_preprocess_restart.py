@@ -179,8 +179,15 @@ def test_work_of_another_key_is_thrown_away_with_the_reason(tmp_path):
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     spool = Spool(tmp_path / "s", {})
-    with pytest.raises(UserError, match="another preprocess is writing there"):
-        Spool(tmp_path / "s", {})
+
+    def another():
+        with pytest.raises(UserError, match="another preprocess is writing there"):
+            Spool(tmp_path / "s", {})
+
+    process = multiprocessing.get_context("fork").Process(target=another)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     spool.close()
     Spool(tmp_path / "s", {}).close()
 

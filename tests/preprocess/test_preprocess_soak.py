@@ -26,7 +26,8 @@ path = Path(sys.argv[2])
 job = Job("text", resolve_datasets(str(path), "."), path.with_suffix(""), append_eod=True, pace=Pace(2),
           save_every=1.0, memo=path.with_name("memo.json"))
 run_job(job, byte_tokenizer())
-print(json.dumps([resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]))
+peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(json.dumps(peaks))
 """
 
 

@@ -195,8 +195,9 @@ def _crc32(path: Path) -> int:
 def _lock(folder: Path) -> int:
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # Not flock: forked processes would hold it on for a while after this one was killed.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # systems differ in which they raise
         os.close(descriptor)
         raise Busy(f"{folder}: another preprocess is writing there; wait for it, or end it") from None
     return descriptor
