@@ -18,9 +18,10 @@ from support.tokenizers import byte_tokenizer
 
 from shardyard.data.dropped import Dropped, NotUsable
 from shardyard.data.encode import Encoder
-from shardyard.data.templates import sandbox
+from shardyard.data.templates import meter
+from shardyard.data.templates.meter import Stopped
 from shardyard.data.templates.render import Renderer
-from shardyard.data.templates.sandbox import ChatTemplateText, Stopped
+from shardyard.data.templates.sandbox import ChatTemplateText
 from shardyard.data.types import Conversation, Message, ToolCall
 from shardyard.errors import UserError
 
@@ -57,6 +58,7 @@ EXPRESSIONS = [
     "{{ 1 + 2 * 3 ** 2 // 4 % 5 - 1 }} {{ 7 / 2 }} {{ 'ab' * 2 }} {{ [1] * 2 }} {{ 'a' + 'b' }}"
     " {{ 2.5 * 2 }}",
     "{{ 1 ~ 'a' ~ none ~ true ~ [1, 'b'] ~ 1.0 ~ nothing }}",
+    "{{ 'in 2024 (c) 10000 **%s.** %5.3f' % ('x', 2.5) }} {{ '%(a)s %(b)04d %%1000' % {'a': 1, 'b': 2} }}",
     "{{ 'x%sy%03d' % ('城', 7) }} {{ '{} {a:>5}'.format(1, a='q') }} {{ '%d%%' | format(5) }}",
     "{{ 'a' in 'abc' }} {{ 'role' in messages[0] }} {{ 1 < 2 <= 2 }} {{ [1, 2] == [1, 2] }}"
     " {{ 2 not in [1] }}",
@@ -210,6 +212,12 @@ STOPPED = [
     "{% set b = 'a' * 3000000 %}{% for k in range(99999) %}{% set c = b[1:] %}{% endfor %}",
     "{% set ns = namespace(x=[]) %}{% set b = 'a' * 4000000 %}{% for i in range(9999) %}"
     "{% set ns.x = ns.x + [b.partition('b')[0]] %}{% endfor %}",
+    "{% set a = 'a' * 1900000 %}{{ (a ~ a).rfind('b' ~ a) }}",
+    "{% set a = 'a' * 1900000 %}{{ (a ~ a).rsplit(sep='b' ~ a) }}",
+    "{% set a = 'b' * 1900000 ~ 'a' %}{{ ('a' * 4000000).strip(a) }}",
+    "{% set a = 'b' * 1900000 ~ 'a' %}{{ ('a' * 4000000) | trim(a) }}",
+    "{{ ('%(' * 1900000) % {'a': 1} }}",
+    "{{ ('%(a)*' * 190000) % {'a': 1} }}",
     "{% set b = ['a' * 1000000] * 1000 %}{{ b }}",
     "{{ range(99999) | map(attribute='no', default='a' * 1000000) | join }}",
 ]
@@ -228,7 +236,8 @@ def test_stopping_them_takes_little_memory() -> None:
     """In a process of its own, as the peak of a process only grows; its limit would end a blow-up."""
     code = (
         "import json, resource, sys\n"
-        "from shardyard.data.templates.sandbox import ChatTemplateText, Stopped\n"
+        "from shardyard.data.templates.sandbox import ChatTemplateText\n"
+        "from shardyard.data.templates.meter import Stopped\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
         "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.RLIM_INFINITY))\n"
         "ChatTemplateText('warm').render()\n"
@@ -245,7 +254,7 @@ def test_stopping_them_takes_little_memory() -> None:
 
 
 def test_what_is_slow_at_a_small_cost_is_stopped_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    monkeypatch.setattr(meter, "SECONDS", 0.2)
     text = "{% set b = 'a' * 4000000 %}{% for k in range(99999) %}{{ 'x' if 'b' in b }}{% endfor %}"
     begin = time.thread_time()
     with pytest.raises(Stopped, match=r"ran longer than 0\.2 s$"):

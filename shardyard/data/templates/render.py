@@ -8,7 +8,8 @@ from itertools import product
 from typing import Any
 
 from shardyard.data.dropped import NotUsable
-from shardyard.data.templates.sandbox import ChatTemplateText, Stopped
+from shardyard.data.templates.meter import Stopped
+from shardyard.data.templates.sandbox import ChatTemplateText
 from shardyard.data.types import Conversation, Message, ToolCall
 from shardyard.errors import UserError
 
