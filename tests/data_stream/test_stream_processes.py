@@ -1,5 +1,6 @@
 """Windows and processes: each made once, whoever dies; what a run leaves behind; the look-ahead."""
 
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -201,14 +202,21 @@ def test_a_lock_is_not_inherited_by_a_fork(tmp_path):
     again.release()
 
 
-def test_a_lock_on_a_file_that_was_removed_is_worth_nothing(tmp_path):
+def test_a_lock_on_a_file_that_was_removed_is_worth_nothing(tmp_path, monkeypatch):
     path = tmp_path / "a.lock"
-    with locks.try_lock(path):
-        path.unlink()
-        other = locks.try_lock(path)
-        assert other is not None
-        assert locks.try_lock(path) is None
-        other.release()
+    real, opened = fcntl.flock, []
+
+    def removed_meanwhile(descriptor, operation):
+        opened.append(descriptor)
+        if len(opened) == 1:
+            path.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    held = locks.try_lock(path)
+    assert held is not None and len(opened) == 2 and path.exists()
+    assert locks.try_lock(path) is None
+    held.release()
 
 
 def test_a_runs_folder_goes_with_it_and_those_of_dead_runs_too(tmp_path):

@@ -1,6 +1,7 @@
 """What a window holds: every row, document and token of it, and nothing that another window holds."""
 
 import json
+import multiprocessing
 from itertools import pairwise
 
 import numpy as np
@@ -194,6 +195,24 @@ def test_windows_in_order_read_files_once_and_jumps_skip():
     reader.rows(16)
     reader.rows(18)  # one window between them: read over rather than opened anew
     assert mixture.opened == [0, 85, 0, 5, 80]
+
+
+def test_a_forked_process_opens_files_of_its_own():
+    """Two processes that read one open file would each miss what the other has read."""
+    mixture = CountingMixture()
+    reader = RowReader(mixture, 5)
+    reader.rows(0)
+    answers = multiprocessing.get_context("fork").SimpleQueue()
+
+    def read():
+        answers.put(([number for _, number in reader.rows(1)], mixture.opened))
+
+    process = multiprocessing.get_context("fork").Process(target=read)
+    process.start()
+    assert answers.get() == ([5, 6, 7, 8, 9], [0, 5])
+    process.join()
+    reader.rows(1)
+    assert mixture.opened == [0]
 
 
 def test_a_window_file_is_whole_or_refused(tmp_path):
