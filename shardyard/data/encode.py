@@ -60,7 +60,9 @@ class Encoder:
         default_system: str | None = None,
         tool_format: str | None = None,
         split_special_tokens: bool = False,
+        write_stops: bool = False,
     ) -> None:
+        self._write_stops = write_stops
         self._template = build_template(
             template,
             tokenizer,
@@ -130,7 +132,13 @@ class Encoder:
         for turn in turns:
             input_ids += turn.prompt + turn.reply
             trained += [self._train_on_prompt] * len(turn.prompt) + [turn.trained] * len(turn.reply)
-        return shifted(input_ids, trained)
+        stop = turns[-1].stop if turns and turns[-1].trained else None
+        if stop is not None and self._write_stops and len(input_ids) < self._cutoff_len:
+            return shifted([*input_ids, stop], [*trained, True])
+        sample = shifted(input_ids, trained)
+        if stop is not None and not self._write_stops:
+            sample.labels[-1] = stop
+        return sample
 
 
 def _to_last_trained(parts: list[list[Turn]]) -> list[list[Turn]]:
@@ -162,7 +170,7 @@ def cut_end(turns: Iterable[Turn], room: int) -> list[Turn]:
         prompt = turn.prompt[:room]
         reply = turn.reply[: room - len(prompt)]
         room -= len(prompt) + len(reply)
-        kept.append(turn._replace(prompt=prompt, reply=reply))
+        kept.append(_shortened(turn, prompt, reply))
     return kept
 
 
@@ -176,9 +184,15 @@ def cut_each_turn(turns: list[Turn], room: int, *, last_first: bool = False) -> 
         if room <= 0:
             break
         prompt_len, reply_len = share_room(len(turn.prompt), len(turn.reply), room)
-        kept.append(turn._replace(prompt=turn.prompt[:prompt_len], reply=turn.reply[:reply_len]))
+        kept.append(_shortened(turn, turn.prompt[:prompt_len], turn.reply[:reply_len]))
         room -= prompt_len + reply_len
     return kept[::-1] if last_first else kept
+
+
+def _shortened(turn: Turn, prompt: list[int], reply: list[int]) -> Turn:
+    """The turn with what is left of it; a reply that was cut has no end to be trained."""
+    stop = turn.stop if len(reply) == len(turn.reply) else None
+    return turn._replace(prompt=prompt, reply=reply, stop=stop)
 
 
 def share_room(prompt_len: int, reply_len: int, room: int) -> tuple[int, int]:

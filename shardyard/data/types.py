@@ -71,10 +71,9 @@ class PreferencePair:
 class Sample:
     """One tokenised training sample.
 
-    ``input_ids`` [n] and ``labels`` [n] are int32; ``labels[t]`` is the *target* of position t (shifted
-    once, here and
-    nowhere else), ``IGNORE_INDEX`` at the last token of each document. ``doc_lens`` are the lengths of its
-    attention
+    ``input_ids`` [n] and ``labels`` [n] are int32; ``labels[t]`` is the *target* of position t, shifted once,
+    here and nowhere else. A document's last token has no target (``IGNORE_INDEX``), or the token that ends a
+    reply where the template leaves that to the next turn. ``doc_lens`` are the lengths of its attention
     segments (sum n): one for a conversation, several for a pretraining window with ``reset_attention_mask``.
     """
 

@@ -31,7 +31,7 @@ END = {
     "gemma3": "<end_of_turn>\n",
     "phi3": "<|end|>\n",
 }
-"""What each family writes after a reply; GLM ends one with the next turn's marker."""
+"""What each family writes after a reply; GLM ends one with the next turn's marker, the last one unwritten."""
 
 LAST = {"phi3": "<|endoftext|>"}
 """What it writes after the last reply besides."""
@@ -79,7 +79,6 @@ def ended(name: str, replies: list[str]) -> list[str]:
     texts = [reply.strip() if name in TRIMS else reply for reply in replies]
     if name == "glm4":
         texts = [f"\n<think></think>\n{text}<|user|>" for text in texts]
-        texts[-1] = texts[-1].removesuffix("<|user|>")
     return [text + END[name] for text in texts[:-1]] + [texts[-1] + END[name] + LAST.get(name, "")]
 
 
@@ -236,11 +235,10 @@ def test_thoughts(name: str, turns: int, kind: str, enable_thinking: bool | None
     assert [sample.input_ids.tolist() for sample in samples] == own
     trained = trained_text(tokenizer_of(name), samples)
     if rewritten:
-        assert trained == [[f"\n<think>why {n}</think>\nR{n}"] for n in range(turns)]
+        assert trained == [[f"\n<think>why {n}</think>\nR{n}<|user|>"] for n in range(turns)]
     elif name == "glm4":
         header = "" if enable_thinking is False else "\n<think></think>"
-        marks = ["<|user|>"] * (turns - 1) + [""]
-        assert trained == [[f"{header}\nR{n}{mark}" for n, mark in enumerate(marks)]]
+        assert trained == [[f"{header}\nR{n}<|user|>" for n in range(turns)]]
     else:
         kept = kind == "inline" and enable_thinking is not False
         # DeepSeek's cuts all up to </think> and leaves the line ends after it
@@ -295,7 +293,7 @@ def test_glm_thoughts_inside_one_tool_exchange_share_a_sample() -> None:
     assert trained_text(tokenizer_of("glm4"), samples) == [
         [
             f"\n<think>why</think>{WRITTEN['glm4'][0]}<|observation|>",
-            "\n<think>so</think>\ndone",
+            "\n<think>so</think>\ndone<|user|>",
         ]
     ]
 

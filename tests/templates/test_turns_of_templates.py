@@ -9,6 +9,7 @@ from support import tokenizers as tiny
 from support.families import family_tokenizer
 from support.tokenizers import byte_tokenizer
 
+from shardyard.data.encode import Encoder
 from shardyard.data.templates import build_template
 from shardyard.data.templates.base import Turn
 from shardyard.data.types import Conversation, Message
@@ -65,7 +66,7 @@ def test_thoughts_that_are_to_be_removed_are_not_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "warned"), [("empty", True), ("glm4", True), ("qwen3", False), ("phi3", False)]
+    ("name", "warned"), [("empty", True), ("glm4", False), ("qwen3", False), ("phi3", False)]
 )
 def test_a_template_without_an_end_of_turn_warns(
     name: str, warned: bool, caplog: pytest.LogCaptureFixture
@@ -101,3 +102,21 @@ def test_special_tokens_that_a_row_spells_out_are_words_if_they_are_to_be_split(
 
 def test_a_turn_is_trained_unless_told() -> None:
     assert Turn([1], [2]) == Turn([1], [2], True, False)
+
+
+def test_an_end_that_belongs_to_the_next_turn_is_written_where_labels_stand_at_their_token() -> None:
+    tokenizer = family_tokenizer("glm4")
+    conversation = Conversation((Message("user", "Q"), Message("assistant", "R")))
+    (sample,) = Encoder(tokenizer, template="glm4").encode(conversation)
+    (written,) = Encoder(tokenizer, template="glm4", write_stops=True).encode(conversation)
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert sample.labels[-1] == user
+    assert written.input_ids.tolist() == [*sample.input_ids.tolist(), user]
+    assert written.labels.tolist() == [*sample.labels.tolist(), -100]
+    full = len(sample.input_ids)
+    for room in (full, full - 1):
+        for write_stops in (False, True):
+            encoder = Encoder(tokenizer, template="glm4", cutoff_len=room, write_stops=write_stops)
+            (cut,) = encoder.encode(conversation)
+            trains_the_end = room == full and not write_stops
+            assert (len(cut.input_ids), int(cut.labels[-1])) == (room, user if trains_the_end else -100)

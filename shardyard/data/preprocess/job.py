@@ -147,6 +147,7 @@ def _parts(job: Job, tokenizer: Any) -> list[_Part]:
         cutoff_len=_WHOLE if job.seq_length is None else job.seq_length,
         mask_history=job.kind == "pairs",
         enable_thinking=job.enable_thinking,
+        write_stops=job.kind != "document",
     )
     if job.kind == "document":
         work = ConversationDocumentWork(source, encoder, dtype, eod)

@@ -23,6 +23,9 @@ class Turn(NamedTuple):
     """False for a reply that the row gives as context only."""
     lost_thought: bool = False
     """The reply's thought is in the row but not in the text."""
+    stop: int | None = None
+    """The token that ends this reply where it belongs to the next turn, and there is none: the last reply's
+    last token is trained to predict it, though it is not in the text."""
 
 
 class SampleWriter:

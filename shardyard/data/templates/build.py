@@ -78,7 +78,7 @@ def build_template(
         enable_thinking=enable_thinking,
         default_system=default_system,
     )
-    if not spec.assistant.end and not spec.end:
+    if not (spec.assistant.end or spec.end or spec.assistant.ended_by):
         _log.warning(
             "data.template: %s writes nothing after a row's last reply: rows of one question do not teach a "
             "model where to stop",

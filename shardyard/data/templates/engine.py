@@ -51,6 +51,9 @@ class NamedTemplate:
         self.default_system = spec.default_system if default_system is None else default_system
         self._tokens = tokens
         self._replies = ReplyWriter(spec, self.tools, enable_thinking=enable_thinking)
+        markers = spec.assistant.ended_by
+        self._stops = [tokens.ids(marker, {})[0] for marker in (markers[0], markers[-1])] if markers else []
+        """The tokens that end a reply in words and one that calls, where they belong to the next turn."""
 
     def encode(self, conversation: Conversation) -> list[list[Turn]]:
         """One sample, or one per question where earlier thoughts are left out.
@@ -70,6 +73,9 @@ class NamedTemplate:
                 lost = self._loses_thought(piece)
                 before, text = text + piece.prompt, text + piece.prompt + piece.reply
                 writer.add(before, text, trained=piece.message.train, lost_thought=lost)
+            if self._stops:
+                calls = bool(pieces[-1].message.tool_calls)
+                writer.samples[-1][-1] = writer.samples[-1][-1]._replace(stop=self._stops[calls])
         return writer.samples
 
     def samples(self, conversation: Conversation) -> list[list[Piece]]:

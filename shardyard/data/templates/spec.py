@@ -99,8 +99,9 @@ class Assistant(_Part):
     text: str = "{content}"
     end: str = ""
     ended_by: Texts = ()
-    """For a family without an end-of-turn token: the markers of the next turn, one of which ends a reply.
-    It is trained with the reply before it."""
+    """For a family without an end-of-turn token: the markers of the next turn, one of which ends a reply (the
+    first one words, the last one calls). It is trained with the reply before it, also after the last reply,
+    where it is not written."""
 
 
 class Thinking(_Part):
