@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import write_tiny_model
+from support.ranks import RankFailure
 from support.training import Recipe, make_rows, whole
 from support.validation import ScriptedEvaluator, real_trainer
 
@@ -92,44 +92,40 @@ def test_a_damaged_checkpoint_is_not_the_best(tmp_path):
     assert CheckpointStore(tmp_path, save_total_limit=None).best() is None
 
 
-KILLED_SAVE = """
-import os, signal, sys, torch
-from pathlib import Path
-from shardyard.checkpoint import CheckpointStore
-model = torch.nn.Linear(4, 4)
-store = CheckpointStore(Path(sys.argv[1]), save_total_limit=1)
-store.save(1, model=model, optimizer=None, run_state={}, best=True)
-store.save(2, model=model, optimizer=None, run_state={})
-left = int(sys.argv[2])
-def watch(event, args):  # every file that is opened, renamed, removed: a place to die at
-    global left
-    if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") and "checkpoints" in str(args[0]):
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(watch)
-store.save(3, model=model, optimizer=None, run_state={}, best=True)
-"""
+def die_while_saving(out: Path, place: int) -> bool:
+    """Save a new best one and be killed at the ``place``-th file operation; True when there are fewer."""
+    saved(out, "1* 2", 1)
+    left = place
+
+    def watch(event: str, args: Any) -> None:  # what is opened, renamed, removed: places to die at
+        nonlocal left
+        files = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+        if event in files and "checkpoints" in str(args[0]):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    saved(out, "3*", 1)
+    return True
 
 
 @pytest.mark.soak
-def test_there_is_a_complete_best_checkpoint_wherever_a_save_dies(tmp_path):
+def test_there_is_a_complete_best_checkpoint_wherever_a_save_dies(ranks, tmp_path):
     """It is the old one until the new one is complete, and retention removes neither."""
     named = []
     for place in range(500):
-        out = tmp_path / "run"
-        process = subprocess.run(
-            [sys.executable, "-c", KILLED_SAVE, str(out), str(place)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        best = CheckpointStore(out, save_total_limit=None).best()
-        assert best is not None
-        named.append(number(best))
-        assert 2 in left_in(out) or 3 in left_in(out)
-        shutil.rmtree(out)
-        if process.returncode == 0:
+        out = tmp_path / str(place)
+        try:
+            survived = ranks.run(1, die_while_saving, out, place, init_process_group=False)[0]
+        except RankFailure as failure:
+            assert f"exit code {-signal.SIGKILL}" in str(failure)
+            survived = False
+        named.append(number(CheckpointStore(out, save_total_limit=None).best()))
+        assert named[-1] in left_in(out) and {2, 3} & set(left_in(out))
+        if survived:
             break
-        assert process.returncode == -signal.SIGKILL
+    assert survived and len(named) > 20
     assert named[0] == 1 and named[-1] == 3 and named == sorted(named)
 
 
