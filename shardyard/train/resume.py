@@ -50,7 +50,7 @@ def restore(
             "other data, start a new run from the exported model."
         )
     logger.info("Load distributed checkpoint from %s successfully!", path)
-    logger.info("Resuming from step %d, %d samples into the data", state.step, state.cursor)
+    logger.info("Resuming from step %d, after %d samples", state.step, state.consumed_samples)
     _tell_changes(restored.run_state.get("settings", {}), settings)
     return state
 
