@@ -28,6 +28,7 @@ class Verb:
 VERBS = {
     "train": Verb("shardyard.cli.train", "train", "train a model: starts the ranks and waits for them"),
     "check": Verb("shardyard.cli.check", "check", "validate a configuration and show every value's origin"),
+    "data": Verb("shardyard.cli.data", "data", "look at the data of a run: its report, and samples as text"),
     "preprocess": Verb(
         "shardyard.cli.preprocess", "preprocess", "tokenise files into Megatron's .bin and .idx"
     ),

@@ -37,7 +37,7 @@ class JoinedSamples:
     """The samples of several parts under one numbering: those of part 0, then those of part 1, ..."""
 
     def __init__(self, parts: Sequence[CountedSamples]) -> None:
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self.starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
         """Where each part begins, int64 [parts + 1]."""
         self._starts = self.starts.tolist()
@@ -48,8 +48,13 @@ class JoinedSamples:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        part, index = self.locate(index)
+        return part[index]
+
+    def locate(self, index: int) -> tuple[CountedSamples, int]:
+        """The part that holds a sample, and its number there."""
         part = bisect_right(self._starts, index) - 1
-        return self._parts[part][index - self._starts[part]]
+        return self.parts[part], index - self._starts[part]
 
     def numbers(self, part: int) -> np.ndarray:
         """The numbers of a part's samples, int64."""
@@ -58,7 +63,7 @@ class JoinedSamples:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, int64 [N]; for parts that know theirs (not windows of a token stream)."""
-        of_parts = [part.lengths for part in self._parts]  # type: ignore[attr-defined]
+        of_parts = [part.lengths for part in self.parts]  # type: ignore[attr-defined]
         return np.concatenate([np.empty(0, np.int64), *of_parts])
 
 
