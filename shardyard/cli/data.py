@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardyard.cli.words import take_flag, take_number, take_numbers, take_text
@@ -59,6 +60,8 @@ def data(argv: Sequence[str]) -> int:
     job = {"report": _report, "preview": _preview}.get(words[0])
     if job is None:
         raise UserError(f"shardyard data: {words[0]!r} is not report or preview; see shardyard data --help")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # text of any rows, on a terminal of any encoding
     job(words[1:])
     return 0
 
