@@ -10,6 +10,8 @@ import pytest
 from support.tokenizers import byte_tokenizer
 from support.whole_runs import (
     EOS,
+    YAML,
+    Document,
     Leg,
     numbers_of,
     train,
@@ -18,10 +20,12 @@ from support.whole_runs import (
 )
 
 ROWS, EPOCHS, GLOBAL_BATCH = 21, 3, 4
+STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
 CELLS = list(itertools.product((1, 2, 4), (0, 2), (False, True), (False, True)))
 """Ranks, loader workers, streaming, packing."""
-TRAINED = {(2, 2, False, True), (4, 0, True, True)}
-"""Of the quick sample, the cells that a real run goes through."""
+LOADED = {(1, 0, False, False), (2, 2, True, False), (2, 0, True, True), (4, 2, False, True)}
+TRAINED = {(2, 2, False, True)}
+"""The cells of the quick sample: of loaders alone, and of runs."""
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +49,6 @@ def cell_words(ranks: int, workers: int, streaming: bool, packing: bool) -> list
     if streaming:  # no more packs than rows, so these steps cover the epochs
         words += ["--data.streaming", "--data.buffer_size", "10", "--training.max_steps", str(STEPS)]
     return words
-
-
-STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
 
 
 def assert_each_once(numbers: list[int], *, whole: bool) -> None:
@@ -78,8 +79,6 @@ class Rendezvous:
 
 def loaded_numbers(workspace: Path, tokenizer: Any, cell: tuple[int, int, bool, bool]) -> list[int]:
     """What the loaders of all ranks give, in training order, without a model."""
-    from support.whole_runs import YAML, Document
-
     from shardyard.config import load_config
     from shardyard.data.batches import BatchLoader
     from shardyard.data.build import build_run_data
@@ -112,7 +111,9 @@ def loaded_numbers(workspace: Path, tokenizer: Any, cell: tuple[int, int, bool, 
     return [number for steps in zip(*of_ranks, strict=True) for numbers in steps for number in numbers]
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=() if cell in LOADED else pytest.mark.soak) for cell in CELLS]
+)
 def test_loaders_give_each_row_once_an_epoch(workspace, tokenizer, cell):
     numbers = loaded_numbers(workspace, tokenizer, cell)
     assert_each_once(numbers, whole=not (cell[2] and cell[3]))

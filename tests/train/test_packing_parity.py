@@ -1,4 +1,4 @@
-"""Packed documents are as if each were alone: loss, gradients and hidden states, against plain transformers."""
+"""Packed documents are as if each were alone: loss, gradients, hidden states; against plain transformers."""
 
 from __future__ import annotations
 
