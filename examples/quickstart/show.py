@@ -47,7 +47,7 @@ def read_losses(path: Path) -> list[tuple[int, float]]:
     if not path.exists():
         raise SystemExit(f"{path} is missing: has the run finished? `make train` runs it")
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    losses = [(int(record["step"]), float(record["loss"])) for record in records]
+    losses = [(int(record["step"]), float(record["loss"])) for record in records if "loss" in record]
     if not losses:
         raise SystemExit(f"{path} holds no step")
     return losses

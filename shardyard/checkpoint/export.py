@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardyard.checkpoint.agreement import Peers
-from shardyard.checkpoint.durable import sync
 from shardyard.checkpoint.read_back import check_reads_back, probe
 from shardyard.checkpoint.side_files import is_native, write_side_files
 from shardyard.checkpoint.state import persistent_tensors
+from shardyard.durable import sync
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.checkpoint")

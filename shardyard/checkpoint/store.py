@@ -27,9 +27,9 @@ import torch.nn as nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from shardyard.checkpoint.agreement import Peers
-from shardyard.checkpoint.durable import sync, write_durably
 from shardyard.checkpoint.safe_reader import SafeReader, read_metadata
 from shardyard.checkpoint.state import model_tensors, optimizer_tensors, prepare_optimizer
+from shardyard.durable import sync, write_durably
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.checkpoint")

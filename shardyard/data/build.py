@@ -153,8 +153,8 @@ def _as_stream(
             )
         if one.weight is not None:
             raise UserError(
-                "data.dataset: shares between the paths do not go with data.streaming; give data.mix_strategy "
-                "interleave_over (or interleave_under) and data.interleave_probs"
+                "data.dataset: shares between the paths do not go with data.streaming; give "
+                "data.mix_strategy interleave_over (or interleave_under) and data.interleave_probs"
             )
     entries = [one.entry for one in named if one.entry is not None]
     parts = document_parts if config.data.data_manager_type == "mg" else sample_parts

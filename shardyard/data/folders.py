@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
-import secrets
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardyard.durable import remove_leftovers, sync, temporary_name
 from shardyard.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -30,10 +28,10 @@ class NewFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.temporary = _temporary_name(path)
+        self.temporary = temporary_name(path)
         with file_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(path)
+            remove_leftovers(path)
             self.temporary.mkdir()
 
     def __enter__(self) -> NewFolder:
@@ -57,11 +55,11 @@ class NewFolder:
             files = sorted(self.temporary.iterdir())
             sizes = {file.name: file.stat().st_size for file in files}
             for file in files:
-                _sync(file)
+                sync(file)
             text = json.dumps({**manifest, "sizes": sizes}, ensure_ascii=False)
             (self.temporary / MANIFEST).write_text(text, encoding="utf-8")
-            _sync(self.temporary / MANIFEST)
-            _sync(self.temporary)
+            sync(self.temporary / MANIFEST)
+            sync(self.temporary)
             _give_name(self.temporary, self.path, replace=replace)
 
 
@@ -116,50 +114,13 @@ def _give_name(temporary: Path, path: Path, *, replace: bool) -> None:
     if path.is_dir() and any(path.iterdir()):
         if not replace and read_manifest(path) is not None:
             return
-        old = _temporary_name(path)
+        old = temporary_name(path)
         path.rename(old)
     try:
         temporary.rename(path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was quicker
             raise
-    _sync(path.parent)
+    sync(path.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _temporary_name(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp-{_here()}-{os.getpid()}-{secrets.token_hex(4)}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _here() -> str:
-    return "".join(c if c.isalnum() else "_" for c in socket.gethostname())
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove temporary folders of this path whose process, on this machine, is gone."""
-    marker = f"{path.name}.tmp-{_here()}-"
-    for folder in path.parent.iterdir():
-        if not folder.name.startswith(marker):
-            continue
-        pid = folder.name[len(marker) :].split("-")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -42,12 +42,16 @@ def restore(
         logger.info("Loaded model weights only, starting training from step 0")
         return RunState(order)
     if state.data_order != order:
+        before, now = state.data_order.split(", "), order.split(", ")
+        was, is_now = (
+            [part for part in ours if part not in other] for ours, other in ((before, now), (now, before))
+        )
         raise UserError(
-            f"training.resume_from_checkpoint: {path} counts its place in other data ({state.data_order}) "
-            f"than "
-            f"this run has ({order}). Resume with the data, data settings and seed of the checkpoint; to "
-            f"train on "
-            "other data, start a new run from the exported model."
+            f"training.resume_from_checkpoint: {path} counts its place in other data: it had "
+            f"{', '.join(was) or 'less'}, this run has {', '.join(is_now) or 'less'}. Resume with the data, "
+            "data "
+            "settings and seed of the checkpoint; to train on other data, start a new run from the exported "
+            "model."
         )
     logger.info("Load distributed checkpoint from %s successfully!", path)
     logger.info("Resuming from step %d, after %d samples", state.step, state.consumed_samples)

@@ -138,12 +138,14 @@ def _assemble(
         pin_memory=training.dataloader_pin_memory, persistent_workers=training.dataloader_persistent_workers,
         merge_packs=data.merge_packs,
     )  # fmt: skip
+    evaluator = _evaluator(config, data, built, meshes, device, group)
     _agree(group, "run folder", lambda: claim_output_dir(loaded))
     logger.info("> Building Monitor...")
     monitor = Monitor(
         Path(training.output_dir),
         logging_steps=training.logging_steps, log_throughput=training.log_throughput,
         log_cpu_memory=training.log_cpu_memory, is_main=group.is_main, resume_step=state.step,
+        evaluated_step=state.evaluated_step,
     )  # fmt: skip
     log_run_start(
         num_examples=None if data.stream else data.report.samples, num_epochs=_num_epochs(schedule, sampler),
@@ -162,7 +164,7 @@ def _assemble(
         state,
         settings,
         saved_at=state.step,
-        evaluator=_evaluator(config, data, built, meshes, device, group),
+        evaluator=evaluator,
     )
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import socket
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +22,7 @@ from shardyard.data.indexed.layout import (
     bin_path,
     idx_path,
 )
+from shardyard.durable import flush, remove_leftovers, sync, temporary_name
 from shardyard.errors import UserError
 
 
@@ -50,11 +48,11 @@ class IndexedWriter:
         self._lengths = array("i")
         self._sequence_counts = array("i")
         self._modes = bytearray() if with_modes else None
-        temporary = _temporary_name(self.prefix)
+        temporary = temporary_name(self.prefix)
         self._temporary = (bin_path(temporary), idx_path(temporary))
         with _file_errors(self.prefix):
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.prefix)
+            remove_leftovers(self.prefix)
             self._file: BinaryIO = self._temporary[0].open("wb")
 
     def __enter__(self) -> IndexedWriter:
@@ -118,16 +116,16 @@ class IndexedWriter:
     def finish(self) -> None:
         """Make both files durable and give them their names, the index last."""
         with _file_errors(self.prefix):
-            _make_durable(self._file)
+            flush(self._file)
             self._file.close()
             with self._temporary[1].open("wb") as file:
                 self._write_index(file)
-                _make_durable(file)
+                flush(file)
             # Without an index there is no data set: an older one goes first, the new one comes last.
             idx_path(self.prefix).unlink(missing_ok=True)
             self._temporary[0].replace(bin_path(self.prefix))
             self._temporary[1].replace(idx_path(self.prefix))
-            _sync_folder(self.prefix.parent)
+            sync(self.prefix.parent)
 
     def _in_dtype(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.dtype != self.dtype and len(tokens):
@@ -172,45 +170,3 @@ def _file_errors(prefix: Path) -> Iterator[None]:
             f"cannot write {bin_path(prefix)} and its index: {error.strerror or error}; free space there, or "
             "name a folder that can be written"
         ) from error
-
-
-def _make_durable(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _marker(prefix: Path) -> str:
-    host = "".join(c if c.isalnum() else "_" for c in socket.gethostname())
-    return f"{prefix.name}.tmp-{host}-"
-
-
-def _temporary_name(prefix: Path) -> Path:
-    return prefix.with_name(f"{_marker(prefix)}{os.getpid()}-{secrets.token_hex(4)}")
-
-
-def _remove_leftovers(prefix: Path) -> None:
-    """Remove temporary files of this prefix whose process, on this machine, is gone."""
-    marker = _marker(prefix)
-    for path in prefix.parent.iterdir():
-        if path.name.startswith(marker) and path.suffix in (".bin", ".idx"):
-            pid = path.name[len(marker) :].split("-")[0]
-            if pid.isdigit() and not _is_alive(int(pid)):
-                path.unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -14,12 +14,9 @@ from typing import Any, NamedTuple
 
 from shardyard.data import sources
 from shardyard.data.sources import BadRow, DatasetEntry, Row
-from shardyard.data.sources.json_rows import _is_blank as is_blank
-from shardyard.data.sources.json_rows import _row_of_line as row_of_line
-from shardyard.data.sources.json_rows import not_utf8
+from shardyard.data.sources.json_rows import is_blank, not_utf8, row_of_line
 from shardyard.data.sources.readers import Policy
-from shardyard.data.sources.rows import _text as text_of_row
-from shardyard.data.sources.rows import _text_column as text_column
+from shardyard.data.sources.rows import text_column, text_of_row
 
 BATCH_BYTES = 1 << 19
 """Bytes of a batch. Large enough to pay for its way to a process, small enough that many fit in memory."""

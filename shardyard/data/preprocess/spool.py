@@ -25,6 +25,7 @@ import numpy as np
 from shardyard.data.key import differences
 from shardyard.data.preprocess.batches import Position
 from shardyard.data.preprocess.outcome import Outcome, Tally
+from shardyard.durable import flush, sync
 from shardyard.errors import UserError
 
 SAVE_EVERY = 30.0
@@ -82,7 +83,7 @@ class Spool:
             return
         with file_errors(self.folder):
             size = self._blocks.tell()
-            _make_durable(self._blocks)
+            flush(self._blocks)
             self._blocks.close()
             self._blocks = None
             self._path("tmp").replace(self._path("blocks"))
@@ -162,18 +163,9 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "surrogateescape"))
-        _make_durable(file)
+        flush(file)
     temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _make_durable(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    sync(path.parent)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

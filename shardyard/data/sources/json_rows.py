@@ -32,7 +32,7 @@ def lines(file: Path, skip: Skip) -> Iterator[tuple[str | BadRow, str]]:
         for number, raw in enumerate(stream, start=1):
             if number == 1:
                 raw = raw.removeprefix(_BOM)
-            if _is_blank(raw) or skip.takes_one():
+            if is_blank(raw) or skip.takes_one():
                 continue
             where = f"{file}:{number}"
             try:
@@ -51,7 +51,7 @@ def not_utf8(where: str, reason: str, byte: int) -> BadRow:
 def jsonl_rows(file: Path, skip: Skip) -> Rows:
     """An object per line; skipped lines are not parsed."""
     for line, where in lines(file, skip):
-        yield line if isinstance(line, BadRow) else _row_of_line(line, where)
+        yield line if isinstance(line, BadRow) else row_of_line(line, where)
 
 
 def json_rows(file: Path, skip: Skip) -> Rows:
@@ -72,7 +72,7 @@ def _begins_with(file: Path, mark: bytes) -> bool:
     return chunk.lstrip().startswith(mark)
 
 
-def _is_blank(raw: bytes) -> bool:
+def is_blank(raw: bytes) -> bool:
     """Whether a line holds nothing but what Unicode counts as space."""
     stripped = raw.strip()
     if not stripped:
@@ -82,13 +82,15 @@ def _is_blank(raw: bytes) -> bool:
     return not stripped.decode("utf-8", "replace").strip()
 
 
-def _row_of_line(line: str, where: str) -> Row | BadRow:
+def row_of_line(line: str, where: str) -> Row | BadRow:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         return malformed(where, error.msg, error.colno)
     except RecursionError:
         return BadRow("nested too deeply", where, "the row is nested too deeply")
+    except ValueError as error:  # Python reads no number of more than 4,300 digits
+        return BadRow("a number that is too long", where, f"a number that is too long: {error}")
     return _as_row(value, where)
 
 
@@ -188,6 +190,8 @@ class _Window:
                 raise self._malformed(error.msg, before) from error
             except RecursionError as error:
                 raise UserError(f"{self.where()}: the row is nested too deeply") from error
+            except ValueError as error:
+                raise UserError(f"{self.where()}: a number that is too long: {error}") from error
             length = end - self._position
             if end == len(self._text) and self._text[end - 1] not in "}]" and self._read_on():
                 continue  # a number may go on

@@ -93,7 +93,7 @@ def iter_texts(entry: DatasetEntry, skip: int = 0, on_bad_row: Policy = "stop") 
     """
     if entry.num_samples is not None:
         raise UserError(f"data.dataset: {entry.name}: num_samples is for fine-tuning; use data.max_samples")
-    column = _text_column(entry)
+    column = text_column(entry)
     left = Skip(skip)
     for file in entry.files:
         if file_type(file) == ".txt":
@@ -103,7 +103,7 @@ def iter_texts(entry: DatasetEntry, skip: int = 0, on_bad_row: Policy = "stop") 
         if found is not None:
             _require_text(column, found, str(file))
         for row in read_rows(file, {column}, left, on_bad_row):
-            text = row if isinstance(row, BadRow) else _text(row, column)
+            text = row if isinstance(row, BadRow) else text_of_row(row, column)
             if isinstance(text, BadRow) and on_bad_row == "stop":
                 raise text.error()
             yield text
@@ -114,7 +114,7 @@ def count_entry_rows(entry: DatasetEntry) -> int:
     return sum(count_rows(file) for file in entry.files)
 
 
-def _text_column(entry: DatasetEntry) -> str:
+def text_column(entry: DatasetEntry) -> str:
     listed = entry.named_columns or ()
     column = entry.columns.prompt if "prompt" in listed and "text" not in listed else entry.columns.text
     if column is None:
@@ -122,7 +122,7 @@ def _text_column(entry: DatasetEntry) -> str:
     return column
 
 
-def _text(row: Row, column: str) -> Text | BadRow:
+def text_of_row(row: Row, column: str) -> Text | BadRow:
     if column not in row.data:
         return BadRow(f"no column {column!r}", row.where, _no_text(column, row.data))
     text = row.data[column]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, NamedTuple, Protocol
 
 from shardyard.data.templates.tokens import Hidden, TextTokenizer
 from shardyard.data.types import Conversation
-
-THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
-"""A thought inside a reply's text."""
 
 
 class Turn(NamedTuple):
@@ -78,6 +74,19 @@ def common_prefix(first: str, second: str) -> str:
     return first[: min(len(first), len(second)) if length is None else length]
 
 
-def without_thoughts(text: str) -> str:
+def find_thought(
+    text: str, marks: tuple[str, str] = ("<think>", "</think>"), start: int = 0
+) -> tuple[int, int] | None:
+    """Where the first thought inside a reply's text begins and ends, marks included, from ``start`` on."""
+    begin = text.find(marks[0], start)
+    end = text.find(marks[1], begin + len(marks[0])) if begin >= 0 else -1
+    return (begin, end + len(marks[1])) if end >= 0 else None
+
+
+def without_thoughts(text: str, marks: tuple[str, str] = ("<think>", "</think>")) -> str:
     """The reply without its thoughts and the line ends that they leave in front."""
-    return THOUGHT.sub("", text).lstrip("\n")
+    kept, start = [], 0
+    while thought := find_thought(text, marks, start):
+        kept.append(text[start : thought[0]])
+        start = thought[1]
+    return "".join([*kept, text[start:]]).lstrip("\n")

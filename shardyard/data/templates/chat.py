@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shardyard.data.dropped import NotUsable
-from shardyard.data.templates.base import THOUGHT, SampleWriter, Turn, common_prefix, without_thoughts
+from shardyard.data.templates.base import SampleWriter, Turn, common_prefix, find_thought, without_thoughts
 from shardyard.data.templates.render import Renderer
 from shardyard.data.templates.tokens import TextTokenizer
 from shardyard.data.types import Conversation, Message
@@ -127,7 +127,7 @@ class ChatTemplate:
         """Raise NotUsable unless ``reply`` holds what the row says and ends as replies end."""
         if turn.content.rpartition("</think>")[2].strip() not in reply:
             raise NotUsable("the chat template does not write the reply as the row has it")
-        if THOUGHT.search(turn.content) and reply.count("</think>") > turn.content.count("</think>"):
+        if find_thought(turn.content) and reply.count("</think>") > turn.content.count("</think>"):
             raise NotUsable(
                 "the chat template writes a thought of its own before the reply's; "
                 "it wants thoughts apart, as reasoning_content"
@@ -190,8 +190,8 @@ def _answered(conversation: Conversation, number: int, reply: str) -> Conversati
 
 def _loses_thought(turn: Message, reply: str) -> bool:
     """Whether the template leaves out this reply's thought."""
-    inline = THOUGHT.search(turn.content)
-    thought = turn.reasoning or (inline[0] if inline else "")
+    inline = find_thought(turn.content)
+    thought = turn.reasoning or (turn.content[slice(*inline)] if inline else "")
     return thought.removeprefix("<think>").removesuffix("</think>").strip() not in reply
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import NamedTuple
 
 from shardyard.data.dropped import NotUsable
+from shardyard.data.templates.base import without_thoughts
 from shardyard.data.templates.spec import TemplateSpec, Thinking, ToolFormat, fill
 from shardyard.data.templates.tool_text import calls_text
 from shardyard.data.types import Message
@@ -38,8 +38,6 @@ class ReplyWriter:
         self._spec = spec
         self._tools = tools
         self._enable_thinking = enable_thinking
-        opened, closed = map(re.escape, spec.thinking.marks)
-        self._inline = re.compile(f"{opened}.*?{closed}", re.DOTALL)
 
     def write(self, turn: Message, *, is_current: bool, after_results: bool) -> Reply:
         """``is_current``: the reply follows the last question; ``after_results``: it follows tool results.
@@ -61,7 +59,7 @@ class ReplyWriter:
 
     def _without_thought(self, turn: Message) -> Message:
         """The reply as ``enable_thinking: false`` trains it."""
-        words = self._inline.sub("", turn.content).lstrip("\n")
+        words = without_thoughts(turn.content, self._spec.thinking.marks)
         if not words.strip() and not turn.tool_calls:
             raise NotUsable("a reply without anything but a thought, which enable_thinking: false removes")
         return replace(turn, content=words, reasoning=None)
