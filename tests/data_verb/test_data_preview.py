@@ -138,6 +138,16 @@ def test_the_place_of_a_row_survives_dropped_and_split_rows(
     assert re.findall(r"\| (\S+:\d+) \|", text) == [f"{file}:2", f"{file}:4", f"{file}:5"]
 
 
+def test_what_is_held_out_is_shown_by_number_only(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder.config(dataset={"file_name": folder.rows("a.jsonl", ROWS)}, val_size=3)
+    trained = shown(folder.run(capsys, "preview", path, "--longest", "99"))
+    held_out = sorted(set(range(8)) - set(trained))
+    assert len(held_out) == 3
+    text = folder.run(capsys, "preview", path, "--index", *map(str, range(8)))
+    told = re.findall(r"^sample (\d+) .*\| kept for validation$", text, re.MULTILINE)
+    assert [int(number) for number in told] == held_out
+
+
 def test_the_samples_of_a_pack(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [pair("q", "x" * 12), pair("q", "y" * 40), pair("q", "z" * 12)]  # 32, 60 and 32 tokens
     path = folder.config(dataset={"file_name": folder.rows("a.jsonl", rows)}, packing=True)

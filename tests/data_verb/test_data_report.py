@@ -158,13 +158,22 @@ def test_what_was_left_out_of_rows_is_told_with_its_first_place(
     make_tokenizer(chat_template=drops_thoughts).save_pretrained(str(folder.path / "tok"))
     rows = [pair("q", "plain"), pair("q", "<think>why</think>b"), pair("q", "<think>so</think>c")]
     file = folder.rows("a.jsonl", rows)
+    wanted = {"a thought left out by the chat template": {"rows": 2, "first": f"{file}:2"}}
     for streaming in (False, True):
         folder.config(
             dataset={"file_name": file}, streaming=streaming,
             training={"max_steps": 1, "disable_shuffling": False},
         )  # fmt: skip
-        notes = folder.report(capsys)["sources"][0]["notes"]
-        assert notes == {"a thought left out by the chat template": {"rows": 2, "first": f"{file}:2"}}
+        assert folder.report(capsys)["sources"][0]["notes"] == wanted
+    other = folder.rows("b.jsonl", rows[1:])
+    path = folder.config(dataset=[{"file_name": file}, {"file_name": other}])
+    assert folder.report(capsys)["total"]["notes"] == {
+        "a thought left out by the chat template": {"rows": 4, "first": f"{file}:2"}
+    }
+    text = " ".join(folder.run(capsys, "report", path).split())
+    assert f"noted: a thought left out by the chat template 4 (first: {file}:2)" in text
+    text = folder.run(capsys, "preview", path, "--index", "0", "2")
+    assert text.count("| a thought left out") == 1
 
 
 def test_the_text_says_what_the_json_says(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
