@@ -65,6 +65,7 @@ def test_several_sets_shares_validation_and_updates(
     }  # fmt: skip
     (validation,) = found["validation"]
     assert (validation["samples"], validation["tokens"]) == (5, found["sources"][0]["tokens"])
+    assert validation["also_trained"] == 5, "the validation set is the first training set"
     assert [one["first_sample"] for one in found["sources"]] == [0, 5]
     assert found["total"]["rows"] == 26 and found["total"]["samples"] == 25
     assert found["total"]["duplicates"] == {"of": "samples", "count": 2, "first": [0, 1]}
@@ -84,6 +85,33 @@ def test_held_out_samples_are_not_in_the_epoch(folder: Folder, capsys: pytest.Ca
     assert found["epoch"]["samples"] == 14
     assert [(one["name"], one["samples"]) for one in found["validation"]] == [("validation", 6)]
     assert found["validation"][0]["tokens"] == 6 * tokens_of("q", "10")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_validation_samples_that_are_trained_too_are_counted(
+    streaming: bool, folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = folder.rows("a.jsonl", [pair("q", str(n)) for n in range(6)])
+    named = folder.rows("b.jsonl", [pair("q", "5"), pair("q", "6"), pair("q", "5"), pair("p", "1")])
+    path = folder.config(
+        dataset={"file_name": trained}, eval_dataset={"file_name": named}, streaming=streaming,
+        training={"max_steps": 1},
+    )  # fmt: skip
+    (validation,) = folder.report(capsys)["validation"]
+    assert validation["also_trained"] == (None if streaming else 2)
+    told = "2 of them also in training" in folder.run(capsys, "report", path)
+    assert told is not streaming
+
+
+def test_a_held_out_copy_of_a_trained_sample_is_counted(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.config(dataset={"file_name": folder.rows("a.jsonl", [pair("q", "same")] * 9)}, val_size=3)
+    (validation,) = folder.report(capsys)["validation"]
+    assert (validation["samples"], validation["also_trained"]) == (3, 3)
+    rows = [pair("q", str(n)) for n in range(9)]
+    folder.config(dataset={"file_name": folder.rows("a.jsonl", rows)}, val_size=3)
+    assert folder.report(capsys)["validation"][0]["also_trained"] == 0
 
 
 def document_rows() -> list[dict[str, str]]:

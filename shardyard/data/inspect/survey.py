@@ -8,6 +8,7 @@ import numpy as np
 
 from shardyard.config import Config
 from shardyard.data.build import RunData
+from shardyard.data.eval_sets import EvalSet
 from shardyard.data.indexed import MegatronSamples
 from shardyard.data.inspect import duplicates as dup
 from shardyard.data.inspect.view import Source, View
@@ -46,7 +47,7 @@ def survey(
         "sources": sources,
         "total": total,
         "epoch": _epoch(config, data, view),
-        "validation": [_validation(one.name, one.samples) for one in data.evals],
+        "validation": [_validation(one, _trained(view, whole)) for one in data.evals],
         "run": _run(config, data, world_size, data_parallel),
     }
 
@@ -157,9 +158,20 @@ def _named(view: View, counts: list[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _validation(name: str, samples: Any) -> dict[str, Any]:
-    tokens = sum(len(samples[number].input_ids) for number in range(len(samples)))
-    return {"name": name, "samples": len(samples), "tokens": tokens}
+def _trained(view: View, hashes: np.ndarray | None) -> np.ndarray | None:
+    """The hashes of all samples that are trained; None where they are documents, or not all were read."""
+    if hashes is None or _unit(view) != "samples" or view.stretch is not None:
+        return None
+    return np.delete(hashes, view.held_out)
+
+
+def _validation(one: EvalSet, trained: np.ndarray | None) -> dict[str, Any]:
+    samples, count = one.samples, len(one.samples)
+    also_trained = None
+    if trained is not None:
+        also_trained = int(np.isin(dup.sample_hashes(samples, 0, count), trained).sum())
+    tokens = sum(len(samples[number].input_ids) for number in range(count))
+    return {"name": one.name, "samples": count, "tokens": tokens, "also_trained": also_trained}
 
 
 def _run(config: Config, data: RunData, world_size: int, data_parallel: int) -> dict[str, Any]:

@@ -25,12 +25,15 @@ def blocks_of(found: dict[str, Any], view: View) -> list[Block]:
         blocks.append(("all together", [*view.total.lines(), _duplicates(total["duplicates"])]))
     blocks.append((_epoch_heading(view), _epoch(found["epoch"])))
     if found["validation"]:
-        rows = [
-            (one["name"], f"{one['samples']} samples, {one['tokens']} tokens") for one in found["validation"]
-        ]
-        blocks.append(("validation", _aligned(rows)))
+        blocks.append(("validation", _aligned([_validation(one) for one in found["validation"]])))
     blocks.append(("the run", _run(found["run"])))
     return blocks
+
+
+def _validation(told: dict[str, Any]) -> tuple[str, str]:
+    counts = f"{told['samples']} samples, {told['tokens']} tokens"
+    also = f", {told['also_trained']} of them also in training" if told["also_trained"] else ""
+    return told["name"], counts + also
 
 
 def _epoch_heading(view: View) -> str:
