@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,6 +52,8 @@ class RunData:
     sampler: Sampler
     parts: tuple[Part, ...]
     evals: tuple[EvalSet, ...]
+    eval_parts: tuple[Part, ...]
+    """The data sets of ``data.eval_dataset``, each apart; their counts are not in ``report``."""
     identity: str
     """Names the sequence that the run's cursor counts in: data, order and seed."""
     preview: Preview
@@ -99,26 +101,25 @@ def build_run_data(
         raise UserError("data.dataset: nothing to train on; name a file, a folder or a data set")
     preparation = Preparation(config, tokenizer, local_ranks)
     role = role or Role()
+    named = _named_evals(config, preparation, role, rendezvous)
     if config.data.streaming:
-        evals = _named_evals(config, preparation, role, rendezvous)
         seat = _seat(config, node or role, rendezvous)
-        return _as_stream(config, tokenizer, evals, seat, dp_size, vocab_size)
+        return _as_stream(config, tokenizer, named, seat, dp_size, vocab_size)
     prepared = prepare_once(lambda: preparation.run(config.data.dataset), role, rendezvous, "train")
-    evals = _named_evals(config, preparation, role, rendezvous)
     if config.data.index_compat is not None:
-        return _as_megatron(config, tokenizer, prepared, evals, dp_size)
+        return _as_megatron(config, tokenizer, prepared, named, dp_size)
     parts = tuple(open_part(config, one, number) for number, one in enumerate(prepared.sets))
     Report.total([part.report for part in parts]).require_training_data()
     joined = JoinedSamples([part.samples for part in parts])
     kept_out = kept_for_validation(config, len(joined))
     order = order_of_run(config, parts, joined, kept_out)
-    evals += _held_out(config, prepared, joined, kept_out)
     data = config.data
     return RunData(
         samples=joined,
         sampler=ElasticSampler.of(config.training, order, dp_size=dp_size),
         parts=parts,
-        evals=tuple(evals),
+        evals=(*named.sets, *_held_out(config, prepared, joined, kept_out)),
+        eval_parts=named.parts,
         identity=f"samples {prepared.key}, {order.describe()}{_told(config)}",
         preview=first_preview(joined, tokenizer),
         merge_packs=data.cross_document_attention and data.packing,
@@ -138,7 +139,7 @@ def _seat(config: Config, node: Role, rendezvous: Rendezvous | None) -> Seat:
 def _as_stream(
     config: Config,
     tokenizer: Any,
-    evals: list[EvalSet],
+    evals: _Named,
     seat: Seat,
     dp_size: int,
     vocab_size: int | None,
@@ -174,7 +175,8 @@ def _as_stream(
         samples=stream.store,
         sampler=stream.sampler,
         parts=(Part("the stream's first window", [], stream.first_report, stream.folder),),
-        evals=tuple(evals),
+        evals=evals.sets,
+        eval_parts=evals.parts,
         identity=f"samples {key}, {stream.order}",
         preview=Preview("(none)", [], []) if shown is None else preview(shown, tokenizer),
         merge_packs=config.data.cross_document_attention and config.data.packing,
@@ -192,15 +194,23 @@ def _told(config: Config) -> str:
     return told + (f", without {data.val_size} for validation" if data.val_size else "")
 
 
+class _Named(NamedTuple):
+    """The validation sets of ``data.eval_dataset``, and the data sets that they are made of."""
+
+    sets: tuple[EvalSet, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+
 def _named_evals(
     config: Config, preparation: Preparation, role: Role, rendezvous: Rendezvous | None
-) -> list[EvalSet]:
-    """The sets of ``data.eval_dataset``: one of all together, or each apart with eval_on_each_dataset."""
+) -> _Named:
+    """One set of all together, or each apart with eval_on_each_dataset."""
     if not config.data.eval_dataset:
-        return []
+        return _Named()
     prepared = prepare_once(lambda: preparation.run(config.data.eval_dataset), role, rendezvous, "eval")
-    sets = [EvalSet(one.name, open_whole(config, one)) for one in prepared.sets]
-    return sets if config.data.eval_on_each_dataset else _together(sets)
+    parts = tuple(open_whole(config, one) for one in prepared.sets)
+    sets = [EvalSet(part.name, part.samples) for part in parts]
+    return _Named(tuple(sets if config.data.eval_on_each_dataset else _together(sets)), parts)
 
 
 def _held_out(
@@ -228,9 +238,7 @@ def _together(sets: Sequence[EvalSet]) -> list[EvalSet]:
     return [EvalSet("validation", JoinedSamples([one.samples for one in sets]))]
 
 
-def _as_megatron(
-    config: Config, tokenizer: Any, prepared: Prepared, evals: list[EvalSet], dp_size: int
-) -> RunData:
+def _as_megatron(config: Config, tokenizer: Any, prepared: Prepared, evals: _Named, dp_size: int) -> RunData:
     """The samples that megatron-core gives for this seed, in its order: the shuffling is in the index."""
     training, data = config.training, config.data
     prefixes = [token_prefix(one) for one in prepared.sets]
@@ -260,7 +268,8 @@ def _as_megatron(
         samples=samples,
         sampler=sampler,
         parts=(Part("megatron's index", samples, report, prefixes[0]),),
-        evals=(*evals, *_split_evals(config, prepared)),
+        evals=(*evals.sets, *_split_evals(config, prepared)),
+        eval_parts=evals.parts,
         identity=f"megatron's samples of {prepared.key}, seed {training.seed}, {data.cutoff_len} tokens, "
         f"split {data.split}, {len(samples)} in all",
         preview=first_preview(samples, tokenizer),

@@ -109,17 +109,17 @@ def open_held_out(config: Config, prepared: PreparedSet, number: int) -> Counted
     return _windows(config, prepared, number, _documents(config, prepared, "valid"), shuffled=False)
 
 
-def open_whole(config: Config, prepared: PreparedSet) -> CountedSamples:
+def open_whole(config: Config, prepared: PreparedSet) -> Part:
     """All samples of a data set that is for validation, in their own order."""
     _check_seen(config, prepared)
+    report, path = Report.from_json(prepared.report), Path(prepared.path)
     if prepared.kind == "samples":
-        return SampleStore.open(Path(prepared.path))
+        return Part(prepared.name, SampleStore.open(path), report, path)
     if prepared.kind == "packed":
-        return PackedSamples(Path(prepared.path))
-    return WindowSamples(
-        token_prefix(prepared), config.data.cutoff_len, seed=None,
-        reset_attention_mask=config.data.reset_attention_mask,
-    )  # fmt: skip
+        return Part(prepared.name, PackedSamples(path), report, path)
+    documents = range(IndexedReader(token_prefix(prepared)).num_documents)
+    samples = _windows(config, prepared, 0, documents, shuffled=False)
+    return Part(prepared.name, samples, window_report(report, config.data, samples, documents), path)
 
 
 def token_prefix(prepared: PreparedSet) -> Path:

@@ -236,15 +236,15 @@ def _build_data(
 
 def _check_fit(data: RunData, config: Any) -> None:
     """An id or a position without an embedding would crash a device kernel, or read another row."""
-    for part in data.parts:
+    for part in (*data.parts, *data.eval_parts):
         if part.report.largest_id >= config.vocab_size:
             raise UserError(
                 f"model.tokenizer_name_or_path: {part.name} ({part.path}) holds token id "
                 f"{part.report.largest_id}, but the model's vocabulary has {config.vocab_size} entries; use "
-                "the "
-                "tokenizer that belongs to the model"
+                "the tokenizer that belongs to the model"
             )
-    longest, positions = data.report.longest, getattr(config, "max_position_embeddings", None)
+    longest = max(part.report.longest for part in (*data.parts, *data.eval_parts))
+    positions = getattr(config, "max_position_embeddings", None)
     if positions is None or longest <= positions:
         return
     too_long = (
