@@ -207,7 +207,8 @@ def _named_evals(
     """One set of all together, or each apart with eval_on_each_dataset."""
     if not config.data.eval_dataset:
         return _Named()
-    prepared = prepare_once(lambda: preparation.run(config.data.eval_dataset), role, rendezvous, "eval")
+    dataset = config.data.eval_dataset
+    prepared = prepare_once(lambda: preparation.run(dataset, "-eval"), role, rendezvous, "eval")
     parts = tuple(open_whole(config, one) for one in prepared.sets)
     sets = [EvalSet(part.name, part.samples) for part in parts]
     return _Named(tuple(sets if config.data.eval_on_each_dataset else _together(sets)), parts)

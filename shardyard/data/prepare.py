@@ -49,8 +49,9 @@ class Preparation:
     def cache(self) -> Path:
         return cache_folder(self.config)
 
-    def run(self, dataset: Any) -> Prepared:
-        """Prepare the data sets that ``dataset`` names.
+    def run(self, dataset: Any, suffix: str = "") -> Prepared:
+        """Prepare the data sets that ``dataset`` names; ``suffix`` tells ``data.tokenized_path`` of several
+        apart.
 
         Raises:
             UserError: a fault in the input or settings; a data set of which nothing would be trained.
@@ -58,16 +59,16 @@ class Preparation:
         hasher = keys.FileHasher(self.cache / "files.json")
         found = resolve_sets(self.config, dataset)
         done = [
-            self._one(named, hasher, self._explicit_path(number, len(found)))
+            self._one(named, hasher, self._explicit_path(suffix, number, len(found)))
             for number, named in enumerate(found)
         ]
         return Prepared(keys.digest({"sets": [key for key, _ in done]}), tuple(one for _, one in done))
 
-    def _explicit_path(self, number: int, count: int) -> Path | None:
+    def _explicit_path(self, suffix: str, number: int, count: int) -> Path | None:
         named = self.config.data.tokenized_path
         if named is None:
             return None
-        path = Path(named).expanduser().absolute()
+        path = Path(named + suffix).expanduser().absolute()
         return path if count == 1 else path / f"{number:03d}"
 
     def _one(

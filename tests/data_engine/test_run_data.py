@@ -126,6 +126,17 @@ def test_named_validation_sets_stay_whole_together_or_apart(tmp_path):
     assert len(epoch_names(apart)) == 5
 
 
+def test_a_named_folder_holds_each_data_set_and_those_of_validation_beside_it(tmp_path):
+    files = [write_chats(tmp_path, name, count) for name, count in (("x", 5), ("y", 4), ("v", 3))]
+    folder = tmp_path / "kept"
+    settings = {"tokenized_path": str(folder), "eval_dataset": files[2]}
+    for _ in range(2):
+        data = build(chats(tmp_path, tuple(files[:2]), **settings))
+        assert [part.path for part in data.parts] == [folder / "000", folder / "001"]
+        assert len(data.evals[0].samples) == 3
+    assert [part.path for part in data.eval_parts] == [tmp_path / "kept-eval"]
+
+
 def test_packs_fill_sequences_and_say_how_well(tmp_path, caplog):
     caplog.set_level("INFO", "shardyard.data")
     data = build(chats(tmp_path, write_chats(tmp_path, "x", 20), packing=True, cutoff_len=100))
