@@ -196,7 +196,7 @@ def rank_of_run(folder: Path, out: str, leg: str, words: list[str], halt_after: 
 
 
 def _write_down_steps(file: Path, halt_after: int | None) -> None:
-    """Wrap the step of this process: a line of documents before each; number ``halt_after`` waits for a kill."""
+    """Wrap the step of this process: a line of documents before each; number ``halt_after`` is not made."""
     from shardyard.train.step import TrainStep
 
     make_step = TrainStep.__call__

@@ -195,7 +195,9 @@ def describe(config: Config, num_entries: int) -> str:
     if num_entries > 1:
         shares = f" {data.interleave_probs}" if data.interleave_probs else ""
         parts.append(f"{num_entries} data sets by {data.mix_strategy}{shares}")
-    if (data.packing or data.neat_packing) and data.data_manager_type == "lf":
+    if data.data_manager_type == "mg":
+        parts.append(f"samples of {data.cutoff_len} tokens, reset {data.reset_attention_mask}")
+    elif data.packing or data.neat_packing:
         parts.append(f"packs of {data.cutoff_len} tokens")
     return ", ".join(parts)
 
