@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import struct
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from support.tokenizers import byte_tokenizer
 
@@ -93,7 +96,7 @@ def test_a_large_vocabulary_makes_int32_ids(tmp_path):
     assert found == [[tokenizer.get_vocab()["a"], 65_500, 0]]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt", "json"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt", "json", "csv", "parquet"])
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path, tokenizer, monkeypatch, kind):
     rows = some_texts(600, seed=1)
     path = tmp_path / f"rows.{kind}"
@@ -101,6 +104,11 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path, tokenizer, monk
         path.write_text("\n\n".join(rows), encoding="utf-8")
     elif kind == "json":
         path.write_text(json.dumps([{"text": text} for text in rows]), encoding="utf-8")
+    elif kind == "csv":
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([["text"], *([text] for text in rows)])
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": rows}), path, row_group_size=100)
     else:
         write_jsonl(path, [{"text": text} for text in rows])
         if kind == "jsonl.gz":

@@ -115,6 +115,10 @@ def test_text_that_the_expression_leaves_out_is_left_to_the_library():
     assert encoder.encode("word 1") is None
 
 
+def test_an_expression_that_means_something_else_to_the_other_engine_is_not_used():
+    assert PieceEncoder.of(library(expression=r"\h+|[^\h]+")) is None  # hex digits there, spaces here
+
+
 def test_a_full_memory_changes_nothing(monkeypatch):
     monkeypatch.setattr(pieces, "MOST_PIECES", 5)
     made = library()

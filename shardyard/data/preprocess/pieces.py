@@ -18,6 +18,8 @@ from typing import Any
 MOST_PIECES = 1 << 17
 """Pieces that are remembered, some 30 MiB; the first ones, since common words come early."""
 
+_ASCII = "".join(map(chr, range(128)))
+
 _BLOCK = 64
 """Characters that are tried at a time."""
 
@@ -70,7 +72,8 @@ class PieceEncoder:
             return None
         if pattern.groups:
             return None
-        return cls(backend, pattern, is_nfc=normalizer is not None)
+        encoder = cls(backend, pattern, is_nfc=normalizer is not None)
+        return None if encoder._strange.search(_ASCII) else encoder
 
     def takes(self, text: str) -> bool:
         """Whether the ids of this text are sure to be the library's."""
