@@ -165,6 +165,24 @@ def test_resuming_with_other_data_is_refused_with_the_reason(ranks, workspace, b
     assert metrics(workspace, name) == before
 
 
+def test_packing_changes_no_loss_unless_documents_see_each_other(ranks, workspace):
+    """All rows in one update, so that packs and rows alone make the same global batch."""
+    words = ["--training.gradient_accumulation_steps", "40", "--training.max_steps", "1"]
+    words += ["--training.save_epochs", "0", "--training.save_steps", "0"]
+    packing = ["--data.packing", "--data.cutoff_len", "256"]
+    cases = {"rows": [], "packs": packing, "seeing": [*packing, "--data.cross_document_attention"]}
+    found = {}
+    for name, more in cases.items():
+        train(ranks, workspace, f"update-{name}", *words, *more)
+        (found[name],) = metrics(workspace, f"update-{name}")
+    rows, packs, seeing = found["rows"], found["packs"], found["seeing"]
+    assert packs["tokens"] == seeing["tokens"] == rows["tokens"]
+    assert rows["samples"] == 37 and 37 / 4 > packs["samples"] == seeing["samples"] >= rows["tokens"] / 256
+    for name in ("loss", "grad_norm"):
+        assert packs[name] == pytest.approx(rows[name], rel=1e-5)
+        assert abs(seeing[name] - rows[name]) > 1e-4 * rows[name]
+
+
 def test_interleave_over_gives_each_set_its_share_and_every_row(ranks, workspace, tokenizer):
     words = ["--data.dataset", f"{workspace}/first.jsonl,{workspace}/second.jsonl"]
     words += ["--data.mix_strategy", "interleave_over", "--data.interleave_probs", "0.7,0.3"]
