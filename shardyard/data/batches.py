@@ -5,6 +5,7 @@ Legend: T tokens of a micro-batch, D documents in it, R rows of it.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -118,6 +119,7 @@ class BatchLoader:
             sampler=self._epoch,
             collate_fn=cast(Any, _as_it_is),
             num_workers=num_workers,
+            multiprocessing_context=_start_method() if num_workers else None,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
@@ -229,6 +231,15 @@ class _Loaded:
         )
         batch = self.batch
         return StepBatch(micro_batches, batch.epoch, batch.start, batch.end, len(batch.units))
+
+
+def _start_method() -> str | None:
+    """How workers start: forked where the system can, whatever Python's default is.
+
+    A worker ends with its parent. With forkserver the parent is the server and not the rank, so the workers
+    of a rank that was killed would stay for ever.
+    """
+    return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 
 
 def _as_it_is(loaded: _Loaded) -> _Loaded:

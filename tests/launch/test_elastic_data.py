@@ -109,8 +109,8 @@ def test_a_packed_run_killed_twice_trains_each_row_once(ranks, workspace, tokeni
     words = [*data_words(streaming=False, packing=True), "--training.save_steps", "2"]
     legs = [
         (2, split_words(2, 1, 0), 4, 0.02),
-        (1, split_words(1, 4, 0), 3, 0.0),
-        (2, split_words(2, 1, 2), None, 0.0),
+        (1, split_words(1, 4, 2), 3, 0.0),
+        (2, split_words(2, 1, 0), None, 0.0),
     ]
     check(ranks, workspace, "packed", tokenizer, words, legs)
 

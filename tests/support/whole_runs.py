@@ -124,7 +124,8 @@ def train_and_kill(
 ) -> Leg:
     """A run whose ranks get SIGKILL ``wait_s`` seconds after all have begun ``after`` steps.
 
-    It stops by itself, waiting for the signal, MARGIN steps later: so it never ends before.
+    It stops by itself, waiting for the signal, MARGIN steps later: so it never ends before. No process that
+    a rank had started may stay behind.
     """
     failures: list[RankFailure] = []
 
@@ -143,13 +144,30 @@ def train_and_kill(
         assert time.monotonic() < deadline, f"{after} steps never came"
         time.sleep(0.005)
     time.sleep(wait_s)
-    for rank in range(world):
-        if thread.is_alive():
-            os.kill(int((folder / f"{out}.{leg}.{rank}.pid").read_text()), signal.SIGKILL)
+    pids = [int((folder / f"{out}.{leg}.{rank}.pid").read_text()) for rank in range(world)]
+    workers = [child for pid in pids for child in _children(pid)]
+    for pid in pids if thread.is_alive() else []:
+        os.kill(pid, signal.SIGKILL)
     thread.join(TIMEOUT_S)
+    while left := [pid for pid in workers if _parent(pid) is not None]:
+        assert time.monotonic() < deadline, f"processes {left} of killed ranks stay for ever"
+        time.sleep(0.05)
     text = str(failures[0])
     assert text.count("exit code -9") + text.count("were killed") >= 1 and "Traceback" not in text, text
     return _leg(folder, out, leg, world)
+
+
+def _parent(pid: int) -> int | None:
+    """The parent of a process; None if it has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p.name) for p in Path("/proc").glob("[0-9]*") if _parent(int(p.name)) == pid]
 
 
 def refusal(ranks: RankPool, folder: Path, out: str, *words: str, world: int = 1) -> str:
