@@ -115,7 +115,8 @@ def test_a_packed_run_killed_twice_trains_each_row_once(ranks, workspace, tokeni
     check(ranks, workspace, "packed", tokenizer, words, legs)
 
 
-@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("streaming", [False, True])
 def test_a_run_goes_on_exactly_at_an_epoch_s_end(ranks, workspace, tokenizer, streaming):
     words = [*data_words(streaming, packing=False), "--training.save_steps", str(STEPS_PER_EPOCH)]
     legs = [

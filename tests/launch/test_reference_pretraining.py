@@ -93,18 +93,21 @@ def plain_loss(model: Path, stream: list[int], windows: int) -> float:
     return total / (windows * CUTOFF_LEN)
 
 
-def test_the_reference_s_yaml_trains_a_tiny_model(ranks: Any, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_the_reference_s_yaml_trains_a_tiny_model(
+    ranks: Any, model: Path, tmp_path: Path, world: int
+) -> None:
     from transformers import AutoTokenizer
 
     texts = write_texts(tmp_path / "c4.jsonl", 30, (20, 200))
     tokenizer = AutoTokenizer.from_pretrained(model)
     stream = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     words = words_of(model, tmp_path, tmp_path / "c4.jsonl", "--training.max_steps", str(STEPS))
-    ranks.run(2, pretrain, words, init_process_group=False, timeout_s=300)
+    ranks.run(world, pretrain, words, init_process_group=False, timeout_s=300)
     records = metrics(tmp_path, "out")
-    assert [record["tokens"] for record in records] == [2 * CUTOFF_LEN] * STEPS
-    # The data is read in its own order (disable_shuffling), so the first step has the first two windows.
-    assert records[0]["loss"] == pytest.approx(plain_loss(model, stream, 2), rel=1e-5)
+    assert [record["tokens"] for record in records] == [world * CUTOFF_LEN] * STEPS
+    # The data is read in its own order (disable_shuffling), so the first step has the first windows.
+    assert records[0]["loss"] == pytest.approx(plain_loss(model, stream, world), rel=1e-5)
     assert records[0]["loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
 
 
@@ -137,8 +140,15 @@ def test_another_tokenizer_builds_the_cache_anew_and_says_so(
     assert tokens == [lengths[0], lengths[0], lengths[1], lengths[0]] and lengths[0] != lengths[1]
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize(
+    ("isolated", "shuffled"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.soak),
+        pytest.param(True, False, marks=pytest.mark.soak),
+    ],
+)
 def test_a_hundred_documents_longer_than_a_window_lose_no_token(
     model: Path, tmp_path: Path, shuffled: bool, isolated: bool
 ) -> None:

@@ -57,26 +57,29 @@ def as_computed(value: Any) -> Any:
     return {key: as_computed(part) for key, part in value.items() if key not in MEASURED}
 
 
-def assert_resume_is_exact(ranks: Any, folder: Path, name: str, words: list[str], after: int) -> list[Any]:
-    """A run of 2 ranks that is killed and resumed writes the metrics of the unbroken one, bit for bit."""
+def assert_resume_is_exact(
+    ranks: Any, folder: Path, name: str, words: list[str], world: int
+) -> list[dict[str, Any]]:
+    """A run that is killed and resumed writes the metrics of the unbroken one, bit for bit."""
     words = [*words, "--training.save_steps", "3"]
-    train(ranks, folder, f"{name}-whole", *words, world=2)
-    train_and_kill(ranks, folder, f"{name}-cut", *words, world=2, leg="0", after=after)
+    train(ranks, folder, f"{name}-whole", *words, world=world)
+    train_and_kill(ranks, folder, f"{name}-cut", *words, world=world, leg="0", after=5)
     place = latest_checkpoint(folder, f"{name}-cut")
-    leg = train(ranks, folder, f"{name}-cut", *words, *RESUME, world=2, leg="1")
+    leg = train(ranks, folder, f"{name}-cut", *words, *RESUME, world=world, leg="1")
     assert leg.first_step == place + 1 > 1
     whole, cut = (list(map(as_computed, metrics(folder, f"{name}-{end}"))) for end in ("whole", "cut"))
     assert cut == whole
     return whole
 
 
-def test_packing_recompute_accumulation_validation_and_early_stop_resume_exactly(ranks, workspace):
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=SOAK)])
+def test_packing_recompute_accumulation_validation_and_early_stop_resume_exactly(ranks, workspace, world):
     words = [
         "--data.packing", "--parallel.recompute", "full", "--training.gradient_accumulation_steps", "2",
         "--data.val_size", "5", "--training.eval_steps", "2", "--training.early_stopping_patience", "3",
         "--training.early_stopping_min_delta", "10",
     ]  # fmt: skip
-    records = assert_resume_is_exact(ranks, workspace, "early", words, after=5)
+    records = assert_resume_is_exact(ranks, workspace, f"early-{world}", words, world)
     # Only the first validation can improve by 10, so that of step 8 is the third in a row that does not.
     assert [record["step"] for record in records if "eval" in record] == [2, 4, 6, 8]
     assert max(record["step"] for record in records) == 8
@@ -103,7 +106,7 @@ def words_of(folder: Path, kind: str) -> list[str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_run_resumes_bit_for_bit(ranks, workspace, kind):
-    assert_resume_is_exact(ranks, workspace, kind, words_of(workspace, kind), after=5)
+    assert_resume_is_exact(ranks, workspace, kind, words_of(workspace, kind), world=2)
 
 
 CHANGES: dict[str, list[list[str]]] = {
@@ -215,7 +218,7 @@ def test_a_weighted_blend_with_isolated_documents_and_a_split_for_validation(ran
         "--training.save_steps",
         "0",
     ]
-    leg = train(ranks, workspace, "blend", *words, world=2)
+    leg = train(ranks, workspace, "blend", *words)
     sets = [documents(workspace, name) for name in ("text.jsonl", "other.jsonl")]
     kept = TEXT_ROWS * 80 // 100
     ends = tokenizer.convert_tokens_to_ids(EOS)
@@ -248,15 +251,13 @@ def test_fine_tuning_on_preprocessed_files(ranks, workspace, tokenizer, pack):
     words += ["--tokenizer-name-or-path", f"{workspace}/model", "--output-prefix", str(prefix)]
     preprocess([*words, "--seq-length", "128", *(["--pack"] if pack else [])])
     train_words = ["--data.data_manager_type", "mg", "--data.dataset", str(prefix), "--data.template", "null"]
-    leg = train(
-        ranks, workspace, f"prepared-{pack}", *train_words, "--training.num_train_epochs", "1", world=2
-    )
+    leg = train(ranks, workspace, f"prepared-{pack}", *train_words, "--training.num_train_epochs", "1")
     numbers = [number for step in sorted(leg.steps) for number in numbers_of(tokenizer, leg.steps[step])]
     assert sorted(numbers) == list(range(1, 38))
     if pack:
         return
     one = ["--training.num_train_epochs", "1"]
-    train(ranks, workspace, "as-rows", *one, world=2)
+    train(ranks, workspace, "as-rows", *one)
     of_files, of_rows = (metrics(workspace, name) for name in ("prepared-False", "as-rows"))
     assert list(map(as_computed, of_files)) == list(map(as_computed, of_rows))
 
