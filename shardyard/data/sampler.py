@@ -50,6 +50,11 @@ class Sampler(Protocol):
     def shuffle(self) -> bool: ...
 
     @property
+    def units_per_epoch(self) -> int | None:
+        """Units of the first epoch; None where nobody knows before its end."""
+        ...
+
+    @property
     def updates_per_epoch(self) -> int | None:
         """Updates of the first epoch; None where nobody knows before its end."""
         ...
@@ -133,6 +138,11 @@ class ElasticSampler:
         return self.order.shuffled
 
     @property
+    def units_per_epoch(self) -> int:
+        """The samples or packs of the first epoch."""
+        return self.order.size(0)
+
+    @property
     def updates_per_epoch(self) -> int:
         """The updates of the first epoch (packs differ in number from epoch to epoch)."""
         return self._updates(self.order.size(0))
@@ -181,11 +191,13 @@ class ElasticSampler:
     def _span_at(self, cursor: int) -> tuple[int, int] | None:
         """Where the batch begins that is asked for at ``cursor``, and its size; None when the run is over."""
         start, size = cursor, min(self.global_batch, self._epoch_rest(cursor))
-        if self.drop_last and size < self.global_batch:
-            start = self._start(self._epoch_of(cursor) + 1)
+        while self.drop_last and size < self.global_batch:
+            epoch = self._epoch_of(start) + 1  # packs differ in number: it may be too short as well
+            if self.max_steps <= 0 and epoch >= self.num_train_epochs:
+                return None
+            start = self._start(epoch)
             size = min(self.global_batch, self._epoch_rest(start))
-        whole = size > 0 and not (self.drop_last and size < self.global_batch)
-        return (start, size) if whole else None
+        return (start, size) if size > 0 else None
 
     def _updates(self, units: int) -> int:
         return units // self.global_batch if self.drop_last else -(-units // self.global_batch)

@@ -52,11 +52,11 @@ def log_run_start(
 ) -> None:
     """The start lines, worded as users of the reference know them; batch sizes are in samples (or packs).
 
-    Of a stream nobody knows the number of examples (None) and of epochs.
+    ``num_examples`` are those of an epoch. Of a stream nobody knows the number of examples (None) and of epochs.
     """
     logger.info("***** Running training (FSDP2) *****")
     logger.info("  Num examples = %s", "unknown (a stream)" if num_examples is None else num_examples)
-    logger.info("  Num Epochs = %s", "unknown (a stream)" if num_epochs is None else f"{num_epochs:g}")
+    logger.info("  Num Epochs = %s", "unknown (a stream)" if num_epochs is None else f"{num_epochs:.3g}")
     logger.info("  Total Batch Size = %d", total_batch_size)
     logger.info("  Gradient Accumulation steps = %d", gradient_accumulation_steps)
     logger.info("  Total optimization steps = %d", total_steps)

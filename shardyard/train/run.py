@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +85,14 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     logger.info("> Building Optimizer...")
     optimizer = build_optimizer(built.model, config.training)
     dtype = export_dtype(built.model, _source_of(config, built))
-    for line in startup_table(built, layout, optimizer, dtype):
-        logger.info(line)
+    _log_lines(startup_table(built, layout, optimizer, dtype))
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
     trainer = _assemble(loaded, data, built, optimizer, meshes, device, group, resume_from, tokenizer)
     trainer.observe = observe
     state = trainer.train()
     if data.stream is not None:
-        logger.info("what the stream has given:")
-        for line in data.stream.store.report().lines():
-            logger.info(line)
+        _log_lines(["what the stream has read, in whole windows:", *data.stream.store.report().lines()])
     data.close()
     if config.training.save_hf_weights:
         _export(config, built, tokenizer)
@@ -148,7 +145,7 @@ def _assemble(
         evaluated_step=state.evaluated_step,
     )  # fmt: skip
     log_run_start(
-        num_examples=None if data.stream else data.report.samples, num_epochs=_num_epochs(schedule, sampler),
+        num_examples=sampler.units_per_epoch, num_epochs=_num_epochs(schedule, sampler),
         total_batch_size=sampler.global_batch,
         gradient_accumulation_steps=training.gradient_accumulation_steps, total_steps=schedule.total,
     )  # fmt: skip
@@ -201,7 +198,7 @@ def _report_config(loaded: Loaded, layout: Layout, device: Device) -> None:
 
 def _num_epochs(schedule: Schedule, sampler: Sampler) -> float | None:
     updates = sampler.updates_per_epoch
-    return round(schedule.total / updates, 2) if updates else None
+    return schedule.total / updates if updates else None
 
 
 def _build_data(
@@ -218,20 +215,24 @@ def _build_data(
         config, tokenizer, dp_size=layout.data_parallel, role=role, node=node, rendezvous=group,
         local_ranks=local_ranks(), vocab_size=vocab_size,
     )  # fmt: skip
-    several = len(data.parts) > 1
-    for part in data.parts:
-        logger.info("data set %s:", part.name)
-        for line in part.report.lines() if several else ():
-            logger.info(line)
-    if several:
-        logger.info("all data sets:")
-    for line in [
-        *data.report.lines(),
-        "training example (trained part in [[ ]]):",
-        *data.preview.text.splitlines(),
-    ]:
-        logger.info(line)
+    _log_lines(_data_lines(data))
     return data
+
+
+def _data_lines(data: RunData) -> list[str]:
+    """What became of the input, data set by data set, and one sample for the eye."""
+    lines = []
+    for part in data.parts if len(data.parts) > 1 else ():
+        lines += [f"data set {part.name}:", *part.report.lines()]
+    lines.append("all data sets:" if lines else f"data set {data.parts[0].name}:")
+    lines += data.report.lines()
+    lines += [f"validation set {held_out.name}: {len(held_out.samples)} samples" for held_out in data.evals]
+    return [*lines, "training example (trained part in [[ ]]):", *data.preview.text.splitlines()]
+
+
+def _log_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.info(line)
 
 
 def _check_fit(data: RunData, config: Any) -> None:

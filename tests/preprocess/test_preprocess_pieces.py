@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from shardyard.data.preprocess import pieces
 from shardyard.data.preprocess.pieces import PieceEncoder
+from shardyard.data.preprocess.texts import TextEncoder
+from shardyard.errors import UserError
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -128,3 +131,13 @@ def test_a_full_memory_changes_nothing(monkeypatch):
         text = " ".join("".join(rng.choices("abcdefghint12", k=4)) for _ in range(9))
         assert encoder.encode(text) == made.encode(text).ids
     assert len(encoder._ids) == 5
+
+
+def test_one_text_of_each_batch_is_held_against_the_library(monkeypatch):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library())
+    encode = TextEncoder(tokenizer, split_special_tokens=False)
+    texts = ["some words", "other words"]
+    assert encode(texts) == [tokenizer(text)["input_ids"] for text in texts]
+    monkeypatch.setitem(encode._pieces._ids, "some", (0, 0))
+    with pytest.raises(UserError, match=r"fast path .* for 'some words'.*--tokenizer-not-use-fast"):
+        encode(texts)

@@ -55,6 +55,13 @@ class TextEncoder:
 
     def _by_pieces(self, pieces: PieceEncoder, texts: list[str]) -> list[list[int]]:
         ids = [pieces.encode(text) if pieces.takes(text) else None for text in texts]
+        probe = next((number for number, known in enumerate(ids) if known is not None), None)
+        if probe is not None and self._direct([texts[probe]])[0] != ids[probe]:
+            raise UserError(
+                "the fast path of preprocessing gives other ids than the tokenizer for "
+                f"{texts[probe][:60]!r}...; nothing is written. Give --tokenizer-not-use-fast (in a run: "
+                "model.use_fast_tokenizer: false), and report this with the tokenizer"
+            )
         rest = iter(self._direct([text for text, known in zip(texts, ids, strict=True) if known is None]))
         return [next(rest) if known is None else known for known in ids]
 

@@ -63,6 +63,11 @@ class StreamSampler:
         self._begun: deque[tuple[int, int]] = deque(maxlen=_KEPT_BATCHES)
 
     @property
+    def units_per_epoch(self) -> int | None:
+        """Nobody knows before an epoch's end."""
+        return None
+
+    @property
     def updates_per_epoch(self) -> int | None:
         """Nobody knows before an epoch's end."""
         return None
