@@ -55,10 +55,10 @@ def check(argv: Sequence[str]) -> int:
 
 def _check_template(config: Config) -> None:
     """Raise UserError for an unknown template or tool format, or a faulty template file."""
-    from shardyard.data.templates.build import find_template  # without torch, but not for nothing either
-
     name = config.data.template
     if name is not None and config.data.data_manager_type == "lf" and not name.endswith(".jinja"):
+        from shardyard.data.templates.build import find_template  # no torch, but half a second
+
         find_template(name, config.data.tool_format)
 
 

@@ -52,7 +52,7 @@ def log_run_start(
 ) -> None:
     """The start lines, worded as users of the reference know them; batch sizes are in samples (or packs).
 
-    ``num_examples`` are those of an epoch. Of a stream nobody knows the number of examples (None) and of epochs.
+    ``num_examples`` are those of an epoch. Of a stream nobody knows it, nor the number of epochs (None).
     """
     logger.info("***** Running training (FSDP2) *****")
     logger.info("  Num examples = %s", "unknown (a stream)" if num_examples is None else num_examples)

@@ -222,9 +222,10 @@ def _build_data(
 def _data_lines(data: RunData) -> list[str]:
     """What became of the input, data set by data set, and one sample for the eye."""
     lines = []
-    for part in data.parts if len(data.parts) > 1 else ():
-        lines += [f"data set {part.name}:", *part.report.lines()]
-    lines.append("all data sets:" if lines else f"data set {data.parts[0].name}:")
+    several = len(data.parts) > 1
+    for part in data.parts:
+        lines += [f"data set {part.name}:", *(part.report.lines() if several else ())]
+    lines += ["all data sets:"] if several else []
     lines += data.report.lines()
     lines += [f"validation set {held_out.name}: {len(held_out.samples)} samples" for held_out in data.evals]
     return [*lines, "training example (trained part in [[ ]]):", *data.preview.text.splitlines()]
