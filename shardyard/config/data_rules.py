@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,10 @@ def split_shares(text: str) -> tuple[float, float, float]:
     """The shares of ``data.split`` for training, validation and test, as written, not normalised.
 
     Raises:
-        ValueError: not one to three numbers from 0 on of which the first is above 0.
+        ValueError: not one to three finite numbers from 0 on of which the first is above 0.
     """
     shares = [float(part) for part in text.replace("/", ",").split(",") if part.strip()]
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
+    if not 1 <= len(shares) <= 3 or not all(map(math.isfinite, shares)) or min(shares) < 0 or shares[0] <= 0:
         raise ValueError(text)
     return (*shares, *[0.0] * (3 - len(shares)))  # type: ignore[return-value]
 
@@ -39,10 +40,10 @@ def probabilities(text: str) -> tuple[float, ...]:
     """The shares of ``data.interleave_probs``, scaled to a sum of 1.
 
     Raises:
-        ValueError: not a comma list of numbers above 0.
+        ValueError: not a comma list of finite numbers above 0.
     """
     shares = [float(part) for part in text.split(",")]
-    if not shares or min(shares) <= 0:
+    if not all(map(math.isfinite, shares)) or min(shares) <= 0:
         raise ValueError(text)
     return tuple(share / sum(shares) for share in shares)
 
@@ -143,10 +144,12 @@ def _check_packing(checked: Checked) -> None:
             "data.cross_document_attention "
             "that they do; keep one",
         )
-    elif data.cross_document_attention and not packs:
+    elif data.cross_document_attention and (data.data_manager_type == "mg" or not packs):
         reason = "data.packing is false"
-        if data.data_manager_type == "mg":
+        if checked.config.training.stage == "pt":
             reason = "documents of a pretraining window see each other unless data.reset_attention_mask"
+        elif data.data_manager_type == "mg":
+            reason = "samples of packed .bin/.idx files never see each other"
         checked.warn("data.cross_document_attention", f"has no effect: {reason}")
 
 
@@ -177,9 +180,8 @@ def _check_streaming(checked: Checked) -> None:
     if training.stage == "sft" and data.data_manager_type == "mg":
         checked.fault(
             ("data.streaming", "data.data_manager_type"),
-            "data.streaming does not go with packed .bin/.idx files (data.data_manager_type mg), which are mapped "
-            "into memory as they are; "
-            "set it to false",
+            "data.streaming does not go with packed .bin/.idx files (data.data_manager_type mg), which are "
+            "mapped into memory as they are; set it to false",
         )
     if training.dataloader_drop_last:
         checked.warn("training.dataloader_drop_last", "has no effect while data.streaming is true")
@@ -232,11 +234,12 @@ def _check_validation_data(checked: Checked) -> None:
             f"{' and '.join(given)} each name the validation data; keep one",
         )
     if data.val_size and data.data_manager_type == "mg":
+        other = "a share of the documents, data.split: 98,2,0"
+        if checked.config.training.stage == "sft":
+            other = "other packed files, data.eval_dataset"
         checked.fault(
             ("data.val_size", "data.data_manager_type"),
-            "data.val_size is for conversations; with data.data_manager_type mg give a share of the "
-            "documents, "
-            "data.split: 98,2,0",
+            f"data.val_size is for conversations; with data.data_manager_type mg give {other}",
         )
     if data.eval_on_each_dataset and not _gives_validation(checked, "data.eval_dataset"):
         checked.warn("data.eval_on_each_dataset", "has no effect without data.eval_dataset")
@@ -247,7 +250,7 @@ def _gives_validation(checked: Checked, path: str) -> bool:
     if path != "data.split":
         return bool(value)
     try:
-        return checked.config.data.data_manager_type == "mg" and split_shares(str(value))[1] > 0
+        return checked.config.training.stage == "pt" and split_shares(str(value))[1] > 0
     except ValueError:
         return False
 
@@ -305,7 +308,7 @@ def without_effect(stage: str, manager: str) -> Mapping[str, tuple[str, ...]]:
         told["training.stage is pt"] = tuple(f"data.{key}" for key in _LF_ONLY)
     elif manager == "mg":
         told["the samples are packed .bin/.idx files"] = tuple(
-            f"data.{key}" for key in (*_LF_ONLY, *_PT_ONLY, "template")
+            f"data.{key}" for key in (*_LF_ONLY, *_PT_ONLY, "template", "split")
         )
     else:
         told["training.stage is sft"] = tuple(f"data.{key}" for key in _PT_ONLY)

@@ -19,7 +19,7 @@ from shardyard.data.eval_sets import CountedSamples, EvalSet
 from shardyard.data.indexed import MegatronSamples
 from shardyard.data.key import digest, document_parts, quick_facts, sample_parts
 from shardyard.data.leader import Prepared, Rendezvous, Role, prepare_once
-from shardyard.data.mixing import kept_for_validation, order_of_run
+from shardyard.data.mixing import kept_for_validation, order_of_run, packs
 from shardyard.data.order import EpochOrder
 from shardyard.data.parts import (
     ChosenSamples,
@@ -122,7 +122,7 @@ def build_run_data(
         eval_parts=named.parts,
         identity=f"samples {prepared.key}, {order.describe()}{_told(config)}",
         preview=first_preview(joined, tokenizer),
-        merge_packs=data.cross_document_attention and data.packing,
+        merge_packs=data.cross_document_attention and packs(config),
     )
 
 
@@ -159,10 +159,12 @@ def _as_stream(
             )
     entries = [one.entry for one in named if one.entry is not None]
     parts = document_parts if config.data.data_manager_type == "mg" else sample_parts
-    key = digest(
+    key = digest(  # a list: the order of the sets is part of it, and two may have one name
         {
-            one.name: parts(config, one, tokenizer, {file: quick_facts(file) for file in one.files})
-            for one in entries
+            "sets": [
+                parts(config, one, tokenizer, {file: quick_facts(file) for file in one.files})
+                for one in entries
+            ]
         }
     )
     stream = build_stream(
@@ -179,7 +181,7 @@ def _as_stream(
         eval_parts=evals.parts,
         identity=f"samples {key}, {stream.order}",
         preview=Preview("(none)", [], []) if shown is None else preview(shown, tokenizer),
-        merge_packs=config.data.cross_document_attention and config.data.packing,
+        merge_packs=config.data.cross_document_attention and packs(config),
         stream=stream,
     )
 
@@ -272,7 +274,8 @@ def _as_megatron(config: Config, tokenizer: Any, prepared: Prepared, evals: _Nam
         evals=(*evals.sets, *_split_evals(config, prepared)),
         eval_parts=evals.parts,
         identity=f"megatron's samples of {prepared.key}, seed {training.seed}, {data.cutoff_len} tokens, "
-        f"split {data.split}, {len(samples)} in all",
+        f"split {data.split}, reset {data.reset_attention_mask}, {len(samples)} in all"
+        + (f", shares {'/'.join(f'{weight:.6g}' for weight in weights)}" if weights else ""),
         preview=first_preview(samples, tokenizer),
     )
 

@@ -33,6 +33,12 @@ def order_of_run(config: Config, parts: Sequence[Part], joined: JoinedSamples, k
     shares = _shares(config, parts)
     order: Order
     if shares is not None:
+        for part, numbers in zip(parts, data_sets, strict=True):
+            if not len(numbers):
+                raise UserError(
+                    f"data.val_size: {config.data.val_size} leaves nothing of {part.name} to train on, which "
+                    "data.mix_strategy gives a share; make it smaller, or name data.eval_dataset"
+                )
         counts = _counts(config, [len(numbers) for numbers in data_sets], shares)
         for part, numbers, count in zip(parts, data_sets, counts, strict=True):
             logger.info("data: an epoch takes %d samples of %s (%d samples)", count, part.name, len(numbers))

@@ -31,6 +31,15 @@ MG = "training: {stage: pt, max_steps: 5}\ndata: {data_manager_type: mg, "
         ),
         ("data: {mix_strategy: interleave_under, interleave_probs: '0.5,x'}", ("'0.5,x'",)),
         ("data: {mix_strategy: interleave_under, interleave_probs: '0.5,0'}", ("above 0",)),
+        ("data: {mix_strategy: interleave_under, interleave_probs: 'nan,1'}", ("'nan,1'",)),
+        ("data: {mix_strategy: interleave_under, interleave_probs: 'inf,1'}", ("'inf,1'",)),
+        (MG + "split: 'nan,1'}", ("data.split", "'nan,1'")),
+        (MG + "split: 'inf,1'}", ("data.split", "'inf,1'")),
+        ("data: {data_manager_type: mg, val_size: 3}", ("data.val_size", "data.eval_dataset")),
+        (
+            "training: {early_stopping_patience: 2}\ndata: {data_manager_type: mg, split: '9,1'}",
+            ("training.early_stopping_patience", "needs validation data"),
+        ),
         (
             "data: {neat_packing: true, cross_document_attention: true}",
             ("data.neat_packing", "data.cross_document_attention"),
@@ -111,6 +120,12 @@ def test_val_size_keeps_the_difference_between_a_count_and_a_share(tmp_path: Pat
         ("training: {eval_steps: 5}", "training.eval_steps"),
         ("training: {eval_on_start: true}", "training.eval_on_start"),
         ("data: {cross_document_attention: true}", "data.cross_document_attention"),
+        (MG + "packing: true, cross_document_attention: true}", "data.cross_document_attention"),
+        (
+            "data: {data_manager_type: mg, packing: true, cross_document_attention: true}",
+            "data.cross_document_attention",
+        ),
+        ("data: {data_manager_type: mg, split: '9,1'}", "data.split"),
         ("data: {eval_on_each_dataset: true}", "data.eval_on_each_dataset"),
         ("data: {split: '98,1,1'}", "data.split"),
         ("data: {append_eod: true}", "data.append_eod"),
