@@ -66,9 +66,9 @@ def runner(tmp_path: Path) -> Runner:
 
 
 def test_there_are_examples_for_each_promised_family() -> None:
-    assert {path.parent.name for path in YAMLS} == {"quickstart", "qwen3", "qwen3_moe", "smollm2"}
+    assert {path.parent.name for path in YAMLS} == {"data", "quickstart", "qwen3", "qwen3_moe", "smollm2"}
     assert [path.with_suffix(".yaml") for path in SCRIPTS] == [
-        path for path in YAMLS if path.parent.name != "quickstart"
+        path for path in YAMLS if path.parent.name not in ("data", "quickstart")
     ]
 
 
