@@ -118,6 +118,7 @@ def _assemble(
     settings = {
         "global_batch": sampler.global_batch,
         "ranks": group.world_size,
+        "data.cross_document_attention": data.merge_packs,
         **training_settings(training),
     }
     state = restore(store, resume_from, built, optimizer, data.identity, settings)
