@@ -21,6 +21,7 @@ from shardyard.data.types import IGNORE_INDEX
 from shardyard.errors import UserError
 
 EMPTY_DOCUMENT = "empty document"
+INVALID_UNICODE = "text that is not valid Unicode (half of a surrogate pair)"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class DocumentTokenizer:
     """Tokenises a batch of (text, where); runs in a tokenising process.
 
     A document gets the tokenizer's own special tokens, and with ``append_eod`` the end-of-document token (the
-    tokenizer's eos) at its end, once. One without any text is dropped.
+    tokenizer's eos) at its end, once. One without any text or token is dropped, and one that is not Unicode.
 
     Raises:
         UserError: ``append_eod`` with a tokenizer that has no eos token.
@@ -59,17 +60,36 @@ class DocumentTokenizer:
             self._options["split_special_tokens"] = True
 
     def __call__(self, batch: Sequence[tuple[str, str]]) -> Documents:
-        kept = [text for text, _ in batch if text.strip()]
-        dropped = [(EMPTY_DOCUMENT, where) for text, where in batch if not text.strip()]
-        ids = self._tokenizer(kept, **self._options)["input_ids"] if kept else []
+        faults = [_fault(text) for text, _ in batch]
+        kept = [(text, where) for (text, where), fault in zip(batch, faults, strict=True) if fault is None]
+        dropped = [
+            (fault, where) for (_, where), fault in zip(batch, faults, strict=True) if fault is not None
+        ]
+        texts = [text for text, _ in kept]
+        ids = self._tokenizer(texts, **self._options)["input_ids"] if texts else []
+        dropped += [
+            (EMPTY_DOCUMENT, where) for (_, where), doc in zip(kept, ids, strict=True) if not len(doc)
+        ]
+        ids = [doc for doc in ids if len(doc)]
         if self._eod is not None:
-            ids = [doc if doc and doc[-1] == self._eod else [*doc, self._eod] for doc in ids]
+            ids = [doc if doc[-1] == self._eod else [*doc, self._eod] for doc in ids]
         return Documents(
             tokens=np.array([token for doc in ids for token in doc], np.int32),
             lengths=np.array([len(doc) for doc in ids], np.int32),
             rows=len(batch),
             dropped=dropped,
         )
+
+
+def _fault(text: str) -> str | None:
+    """Why a text is no document; None if it is one."""
+    if not text.strip():
+        return EMPTY_DOCUMENT
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return INVALID_UNICODE
+    return None
 
 
 class Windows:

@@ -127,3 +127,25 @@ def test_several_epochs_of_too_few_packs_for_a_batch_are_passed_over(by_epochs):
         assert epochs == whole
         assert sampler.steps_from(cursor, sampler.total_steps) == 0
     assert rows > 10, "two small epochs in a row must occur"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("good", [0, 2])
+def test_texts_that_are_not_unicode_are_counted_whether_streamed_or_not(tmp_path, streaming, good):
+    file = tmp_path / "t.jsonl"
+    rows = ['{"text": "half \\ud800"}', '{"text": " "}', '{"text": "x"}', *['{"text": "abc"}'] * good]
+    file.write_text("\n".join(rows), encoding="utf-8")
+    config = make_config(tmp_path, file, {"max_steps": 1}, streaming=streaming, append_eod=False)
+    if not good:  # one token has no next one to predict
+        with pytest.raises(UserError, match="half of a surrogate pair") as caught:
+            build(config)
+        assert "rows read" in str(caught.value) or "documents read" in str(caught.value)
+        return
+    data = build(config)
+    data.close()
+    dropped = {reason: (one.count, one.first) for reason, one in data.report.dropped.items()}
+    assert dropped == {
+        "text that is not valid Unicode (half of a surrogate pair)": (1, f"{file}:1"),
+        "empty document": (1, f"{file}:2"),
+    }
+    assert data.report.rows == 5

@@ -102,11 +102,12 @@ class TokenStream:
 
     def encoded(self, outcomes: Iterable[Documents], items: Sequence[Any]) -> Iterator[Encoded]:
         stream = Windows(self._cutoff_len, reset_attention_mask=self._reset)
-        tokens = 0
+        tokens, dropped = 0, set[str]()
         for documents in outcomes:
             tokens += len(documents.tokens)
+            dropped.update(where for _, where in documents.dropped)
             yield Encoded(stream.push(documents), documents.rows, documents.dropped)
-        too_short = [(TOO_SHORT, where) for text, where in items if text.strip()] if tokens < 2 else []
+        too_short = [(TOO_SHORT, where) for _, where in items if where not in dropped] if tokens < 2 else []
         yield Encoded(stream.flush(), 0, too_short)
 
     def units(self, lengths: np.ndarray, order: Callable[[int], np.ndarray]) -> Units:
