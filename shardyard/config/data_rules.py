@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardyard.config.rules import Checked
+    from shardyard.config.sections.data import DataConfig
 
 _VALIDATION = ("data.eval_dataset", "data.val_size", "data.split")
 
@@ -112,20 +113,24 @@ def _check_mixing(checked: Checked) -> None:
                 f"{data.interleave_probs!r} is not a comma list of numbers above 0, such as 0.7,0.3",
             )
             return
-        count = _count_of(data.dataset)
+        count = _count_of(data)
         if count is not None and count != len(shares):
             checked.fault(
                 ("data.interleave_probs", "data.dataset"),
                 f"data.interleave_probs gives {len(shares)} shares for the {count} data sets of "
-                "data.dataset; "
-                "give one for each",
+                "data.dataset; give one for each",
             )
-    if data.mix_strategy != "concat" and _count_of(data.dataset) == 1:
+    if data.mix_strategy != "concat" and _count_of(data) == 1:
         checked.warn("data.mix_strategy", "has no effect with one data set")
 
 
-def _count_of(dataset: Any) -> int | None:
-    """How many data sets are named; None if there are none."""
+def _count_of(data: DataConfig) -> int | None:
+    """How many data sets are named; None if there are none, or if only their files can tell."""
+    dataset: Any = data.dataset
+    if isinstance(dataset, Mapping) and data.data_manager_type == "mg":
+        named = dataset.get("file_name")
+        if isinstance(named, list | tuple) or (isinstance(named, str) and "," in named):
+            return None
     if dataset is None:
         return None
     return len(dataset) if isinstance(dataset, tuple) else 1

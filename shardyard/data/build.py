@@ -111,7 +111,7 @@ def build_run_data(
     parts = tuple(open_part(config, one, number) for number, one in enumerate(prepared.sets))
     Report.total([part.report for part in parts]).require_training_data()
     joined = JoinedSamples([part.samples for part in parts])
-    kept_out = kept_for_validation(config, len(joined))
+    kept_out = kept_for_validation(config, joined)
     order = order_of_run(config, parts, joined, kept_out)
     data = config.data
     return RunData(

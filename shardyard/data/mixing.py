@@ -11,8 +11,10 @@ import numpy as np
 
 from shardyard.config import Config
 from shardyard.config.data_rules import probabilities
+from shardyard.data.eval_sets import CountedSamples
 from shardyard.data.order import EpochOrder, MixedOrder, Order, PackedOrder, epoch_order
 from shardyard.data.parts import JoinedSamples, Part
+from shardyard.data.store import SampleStore
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.data")
@@ -100,15 +102,45 @@ def _counts(config: Config, sizes: Sequence[int], shares: Sequence[float]) -> li
     return [max(1, int(share * total + 0.5)) for share in shares]
 
 
-def kept_for_validation(config: Config, num_samples: int) -> np.ndarray:
-    """The samples that ``data.val_size`` keeps for validation, ascending."""
-    size = config.data.val_size
+def kept_for_validation(config: Config, joined: JoinedSamples) -> np.ndarray:
+    """The samples that ``data.val_size`` keeps for validation, ascending.
+
+    Whole rows: what one row became, and copies of a row (``num_samples``), are not parted, so that nothing is
+    validated that was trained beside it. The last row may bring more samples than were asked for.
+    """
+    size, num_samples = config.data.val_size, len(joined)
     if not size:
         return np.empty(0, np.int64)
     count = int(size) if size >= 1 else max(1, int(size * num_samples))
-    if count >= num_samples:
+    origins = _origins(joined)
+    order = epoch_order(int(origins[-1]) + 1, config.training.seed, 0, stream=_VALIDATION_STREAM)
+    samples_of = np.bincount(origins)[order]
+    taken = int(np.searchsorted(np.cumsum(samples_of), count)) + 1
+    kept_out = np.flatnonzero(np.isin(origins, order[:taken]))
+    if len(kept_out) >= num_samples:
         raise UserError(
             f"data.val_size: {size} of {num_samples} samples leaves nothing to train on; make it smaller"
         )
-    order = epoch_order(num_samples, config.training.seed, 0, stream=_VALIDATION_STREAM)
-    return np.sort(order[:count])
+    return kept_out
+
+
+def _origins(joined: JoinedSamples) -> np.ndarray:
+    """A number for each sample, int64 [N] ascending: the same for samples of one row and of its copies."""
+    begins = [np.empty(0, bool), *(_begins_row(part) for part in joined.parts)]
+    return np.cumsum(np.concatenate(begins)) - 1
+
+
+def _begins_row(part: CountedSamples) -> np.ndarray:
+    """Whether a sample is the first of a row that is no copy of the one before: copies stand side by side."""
+    if not isinstance(part, SampleStore):
+        return np.ones(len(part), bool)
+    rows, lengths = part.rows, part.lengths
+    begins = np.ones(len(rows), bool)
+    begins[1:] = (rows[1:] != rows[:-1]) | (rows[1:] < 0)
+    starts = np.flatnonzero(begins)
+    same_length = np.flatnonzero(lengths[starts[1:]] == lengths[starts[:-1]])
+    for number in same_length.tolist():
+        before, after = part[int(starts[number])], part[int(starts[number + 1])]
+        if np.array_equal(before.input_ids, after.input_ids) and np.array_equal(before.labels, after.labels):
+            begins[starts[number + 1]] = False
+    return begins

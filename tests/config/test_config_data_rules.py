@@ -100,6 +100,7 @@ def test_what_cannot_go_together_is_refused_with_its_names(
         "training: {early_stopping_patience: 3, keep_best_checkpoint: true, load_best_model_at_end: true}\n"
         "data: {" + EVAL + "}",
         "data: {data_manager_type: mg}",
+        MG + "dataset: {file_name: [a, b]}, mix_strategy: interleave_over, interleave_probs: '1,2'}",
     ],
 )
 def test_near_misses_load(tmp_path: Path, text: str) -> None:

@@ -109,6 +109,41 @@ def names_of_samples(samples):
     return [text.removeprefix("<user>").split("<eos>")[0] for text in texts]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_of_a_row_are_held_out_together(tmp_path, seed):
+    dataset = {"file_name": write_chats(tmp_path, "x", 5), "num_samples": 13}
+    data = build(chats(tmp_path, dataset, {"seed": seed}, val_size=4))
+    held, trained = Counter(names_of_samples(data.evals[0].samples)), Counter(epoch_names(data))
+    assert sum((held + trained).values()) == 13 and not set(held) & set(trained)
+    assert 4 <= sum(held.values()) <= 6, "two or three copies of each row"
+
+
+REWRITES = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if loop.last or m.role == 'user' else m.content.split('|')[-1] }}{{ eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Leaves out what stands before | in all replies but the last, so a conversation is a sample per reply."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_samples_of_one_row_are_held_out_together(tmp_path, seed):
+    file = tmp_path / "talks.jsonl"
+    talks = [
+        [{"from": who, "value": f"{who} {n}|{turn}"} for turn in range(3) for who in ("human", "gpt")]
+        for n in range(6)
+    ]
+    file.write_text("".join(json.dumps({"conversations": talk}) + "\n" for talk in talks), encoding="utf-8")
+    dataset = {"file_name": str(file), "formatting": "sharegpt"}
+    config = chats(tmp_path, dataset, {"seed": seed}, val_size=4, cutoff_len=400)
+    data = build_run_data(config, make_tokenizer(chat_template=REWRITES))
+    assert data.report.samples == 18
+    held, trained = names_of_samples(data.evals[0].samples), epoch_names(data)
+    rows_of = [{name.split("|")[0] for name in names} for names in (held, trained)]
+    assert (len(held), len(trained)) == (6, 12) and not rows_of[0] & rows_of[1]
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_validation_set_that_leaves_nothing_is_refused(tmp_path, size):
     with pytest.raises(UserError, match=r"data\.val_size: .* of 3 samples leaves nothing to train on"):

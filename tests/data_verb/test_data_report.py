@@ -106,7 +106,8 @@ def test_validation_samples_that_are_trained_too_are_counted(
 def test_a_held_out_copy_of_a_trained_sample_is_counted(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder.config(dataset={"file_name": folder.rows("a.jsonl", [pair("q", "same")] * 9)}, val_size=3)
+    apart = [pair("q", reply) for _ in range(5) for reply in ("same", "other")]
+    folder.config(dataset={"file_name": folder.rows("a.jsonl", apart)}, val_size=3)
     (validation,) = folder.report(capsys)["validation"]
     assert (validation["samples"], validation["also_trained"]) == (3, 3)
     rows = [pair("q", str(n)) for n in range(9)]

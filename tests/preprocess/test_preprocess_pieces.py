@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -141,3 +142,17 @@ def test_one_text_of_each_batch_is_held_against_the_library(monkeypatch):
     monkeypatch.setitem(encode._pieces._ids, "some", (0, 0))
     with pytest.raises(UserError, match=r"fast path .* for 'some words'.*--tokenizer-not-use-fast"):
         encode(texts)
+
+
+def test_characters_that_one_engine_alone_counts_as_letters_are_left_to_the_library():
+    """Tables of Unicode differ by years: what ``regex`` calls a letter may be unassigned to the library."""
+    made = library()
+    encoder = PieceEncoder.of(made)
+    words = pre_tokenizers.Split(Regex(r"\p{L}"), "removed")
+    for character in map(chr, [*range(0x80, 0x3400), *range(0xA000, 0xD7FF)]):
+        is_letter = words.pre_tokenize_str(character) == []
+        if is_letter != bool(regex.fullmatch(r"\p{L}", character)):
+            assert not encoder.takes(character)
+        for text in (f"{character}'s", f"{character}'S1", f"a{character}'ll"):
+            if encoder.takes(text):
+                assert encoder.encode(text) in (None, made.encode(text).ids), ascii(text)

@@ -155,7 +155,7 @@ def view_of(config: Config, data: RunData, tokenizer: object, *, windows: int = 
         found, held_out = _megatron_sources(config, data, tokenizer), np.empty(0, np.int64)
     else:
         assert isinstance(data.samples, JoinedSamples)
-        found, held_out = _sources(config, data), kept_for_validation(config, len(data.samples))
+        found, held_out = _sources(config, data), kept_for_validation(config, data.samples)
     return View(
         data.samples,
         found,

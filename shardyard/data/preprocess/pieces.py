@@ -134,23 +134,55 @@ def _strange_characters(encoder: PieceEncoder, backend: Any) -> re.Pattern[str]:
     """An expression for the characters that were not tried, or that came out otherwise.
 
     Each is tried where the expressions of known tokenizers decide by the kind of a character: behind and
-    before letters, digits, spaces, line ends and apostrophes.
+    before letters, digits, spaces, line ends and apostrophes. And each kind that the expression names must
+    hold the same characters in both engines.
     """
     blocks = [range(begin, begin + _BLOCK) for low, high in _TRIED for begin in range(low, high, _BLOCK)]
     texts = ["".join(map(_tried, map(chr, block))) for block in blocks]
     if encoder._is_nfc:
         texts = [unicodedata.normalize("NFC", text) for text in texts]
+    kinds = _kinds(backend)
     safe = []
     for block, text, ids in zip(blocks, texts, _plain(backend, texts), strict=True):
-        if encoder.encode(text) == ids:
+        if encoder.encode(text) == ids and all(kind.agrees("".join(map(chr, block))) for kind in kinds):
             safe.append(f"{re.escape(chr(block.start))}-{re.escape(chr(block.stop - 1))}")
     return re.compile(f"[^{''.join(safe)}]" if safe else r"[\s\S]")
 
 
+_ATOM = re.compile(r"\\[pP]\{\^?\w+\}|\\[pP]\w|\\[sSdDwW]")
+"""The kinds of characters that an expression may name."""
+
+
+class _Kind:
+    """One kind of characters, such as letters, in both engines: their tables may be of different years."""
+
+    def __init__(self, atom: str) -> None:
+        import regex
+        from tokenizers import Regex
+        from tokenizers.pre_tokenizers import Split
+
+        self._ours = regex.compile(atom)
+        self._theirs = Split(Regex(atom), "removed")
+
+    def agrees(self, characters: str) -> bool:
+        """Whether both leave the same of these characters when all of the kind are taken out."""
+        rest = "".join(piece for piece, _ in self._theirs.pre_tokenize_str(characters))
+        return self._ours.sub("", characters) == rest
+
+
+def _kinds(backend: Any) -> list[_Kind]:
+    """The kinds that the tokenizer's expression names."""
+    steps = (_state(backend.pre_tokenizer) or {})["pretokenizers"]
+    return [_Kind(atom) for atom in sorted(set(_ATOM.findall(steps[0]["pattern"]["Regex"])))]
+
+
 def _tried(character: str) -> str:
     if character >= "\u3400":  # one kind each: Chinese characters, Hangul, wide forms, emoji
-        return f"a{character}1 {character}."
-    return f"a{character}b '{character} {character}1{character}{character}\n{character}.{character} "
+        return f"a{character}1 {character}'s {character}."
+    return (
+        f"a{character}b '{character} {character}1{character}{character}\n{character}.{character} "
+        f"{character}'s {character}'S1'{character}s "
+    )
 
 
 def _plain(backend: Any, texts: list[str]) -> list[list[int]]:

@@ -15,6 +15,8 @@ from shardyard.errors import UserError
 
 _SPACE = " \t\r\n"
 _BOM = b"\xef\xbb\xbf"
+_TOO_LONG = "a whole number of more digits than Python reads (4,300)"
+
 _DECODER = json.JSONDecoder()
 
 _LOOKAHEAD = 16
@@ -89,8 +91,8 @@ def row_of_line(line: str, where: str) -> Row | BadRow:
         return malformed(where, error.msg, error.colno)
     except RecursionError:
         return BadRow("nested too deeply", where, "the row is nested too deeply")
-    except ValueError as error:  # Python reads no number of more than 4,300 digits
-        return BadRow("a number that is too long", where, f"a number that is too long: {error}")
+    except ValueError:
+        return BadRow(_TOO_LONG, where, f"{_TOO_LONG}; write it as text")
     return _as_row(value, where)
 
 
@@ -191,7 +193,7 @@ class _Window:
             except RecursionError as error:
                 raise UserError(f"{self.where()}: the row is nested too deeply") from error
             except ValueError as error:
-                raise UserError(f"{self.where()}: a number that is too long: {error}") from error
+                raise UserError(f"{self.where()}: {_TOO_LONG}; write it as text") from error
             length = end - self._position
             if end == len(self._text) and self._text[end - 1] not in "}]" and self._read_on():
                 continue  # a number may go on
