@@ -42,7 +42,8 @@ class Encoder:
     stay trained, no end token is made up, and a sample without any trained token is dropped.
 
     Replies are trained unless the row gives them as context only. ``mask_history`` trains the last of these
-    replies only and leaves out what follows it; ``train_on_prompt`` trains all prompts as well.
+    replies only and leaves out what follows it; ``train_on_prompt`` trains all prompts as well, each once: of
+    a conversation that becomes several samples, what stood in an earlier one is context in the next.
 
     Raises:
         UserError: see ``build_template``.
@@ -131,7 +132,9 @@ class Encoder:
         trained: list[bool] = []
         for turn in turns:
             input_ids += turn.prompt + turn.reply
-            trained += [self._train_on_prompt] * len(turn.prompt) + [turn.trained] * len(turn.reply)
+            context = min(turn.context, len(turn.prompt))
+            trained += [False] * context + [self._train_on_prompt] * (len(turn.prompt) - context)
+            trained += [turn.trained] * len(turn.reply)
         stop = turns[-1].stop if turns and turns[-1].trained else None
         if stop is not None and self._write_stops and len(input_ids) < self._cutoff_len:
             return shifted([*input_ids, stop], [*trained, True])

@@ -20,7 +20,7 @@ from shardyard.config import Config
 from shardyard.data.sources import DatasetEntry
 from shardyard.errors import UserError
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Raise it whenever the same input and settings give other samples than before."""
 
 _CHANGE_NO_TOKEN = frozenset(
@@ -125,10 +125,16 @@ def sample_parts(
     """
     values = config.data.model_dump(mode="json")
     settings = {f"data.{name}": value for name, value in values.items() if name not in _CHANGE_NO_TOKEN}
-    template = config.data.template
-    if template is not None and Path(template).is_file():
-        settings["the template file"] = _sha(Path(template).read_text(encoding="utf-8", errors="replace"))
+    text = template_text(config.data.template)
+    if text is not None:
+        settings["the template file"] = _sha(text)
     return _parts("samples", config, settings, entry, tokenizer_parts(tokenizer), facts)
+
+
+def template_text(template: str | None) -> str | None:
+    """What stands in the file that ``data.template`` names, found as templates are; None if it names none."""
+    path = None if template is None else Path(template).expanduser()
+    return path.read_text(encoding="utf-8", errors="replace") if path is not None and path.is_file() else None
 
 
 def document_parts(

@@ -141,6 +141,24 @@ def test_a_setting_that_matters_tokenises_conversations_again(tmp_path, corpus, 
     assert not built(caplog, make_config(tmp_path, corpus, **chat), tokenizer)[1]
 
 
+def test_other_content_of_a_template_file_tokenises_again(tmp_path, corpus, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_pairs(corpus)
+    for name in ("~/own.jinja", str(tmp_path / "own.jinja")):
+        for role in ("<assistant>", "<ai>"):
+            source = CHAT.replace(
+                "<{{ m.role }}>", f"{{% if m.role == 'user' %}}<user>{{% else %}}{role}{{% endif %}}"
+            )
+            source = source.replace("<assistant>{% endif %}", role + "{% endif %}")
+            (tmp_path / "own.jinja").write_text(source, encoding="utf-8")
+            config = make_config(
+                tmp_path, corpus, {"stage": "sft"}, data_manager_type="lf", append_eod=False, cutoff_len=64,
+                template=name,
+            )  # fmt: skip
+            data = build_run_data(config, make_tokenizer())
+            assert role in make_tokenizer().decode(data.samples[0].input_ids)
+
+
 @pytest.mark.parametrize(
     "change", [{"cutoff_len": 5}, {"reset_attention_mask": True}, {"split": "60,40,0"}], ids=str
 )

@@ -16,12 +16,21 @@ from shardyard.data.dropped import Dropped
 from shardyard.data.encode import Encoder
 from shardyard.data.sources import DatasetEntry, Row
 from shardyard.data.sources.entry import OPENAI_COLUMNS, OPENAI_TAGS
-from shardyard.data.types import Conversation
+from shardyard.data.types import Conversation, Message
 
 SHAREGPT = DatasetEntry("s", (Path("s.json"),), "sharegpt")
 OPENAI = DatasetEntry("o", (Path("o.json"),), "openai", OPENAI_COLUMNS, OPENAI_TAGS)
 
 END = "<|im_end|>\n"
+
+REWRITES = r"""
+tokens: ["<|im_start|>", "<|im_end|>"]
+system: "<|im_start|>system\n{content}<|im_end|>\n"
+user: "<|im_start|>user\n{content}<|im_end|>\n"
+assistant: {header: "<|im_start|>assistant\n", end: "<|im_end|>\n"}
+thinking: {inline: apart, open: "<think>", close: "</think>", earlier: leave_out}
+"""
+"""A template that leaves out the thoughts of earlier replies."""
 
 
 def converted(formatting: str, *flags: dict[str, Any]) -> Conversation | Dropped:
@@ -120,6 +129,39 @@ def test_train_on_prompt_trains_the_prompts_and_still_not_a_reply_that_is_contex
     (stretches,) = trained([{"weight": 0}, {}], train_on_prompt=True)
     text = "".join(stretches)
     assert "q0" in text and "q1" in text and f"r1{END}" in text and "r0" not in text
+
+
+def thinking(*flags: bool) -> Conversation:
+    """Replies with thoughts, which a template of the qwen3 kind leaves out of all but the last."""
+    turns: list[Message] = []
+    for number, train in enumerate(flags):
+        reply = Message("assistant", f"reply {number}", reasoning=f"why {number}", train=train)
+        turns += [Message("user", f"ask {number}"), reply]
+    return Conversation(tuple(turns), "Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("source", "template"),
+    [(tiny.QWEN3_LIKE, None), (tiny.CHATML, REWRITES), (tiny.CHATML, f"{REWRITES}pieces: apart\n")],
+)
+def test_prompts_of_samples_that_repeat_earlier_turns_are_trained_once_and_their_replies_never(
+    source: str, template: str | None, tmp_path: Path
+) -> None:
+    if template:
+        (tmp_path / "own.yaml").write_text(template, encoding="utf-8")
+        template = str(tmp_path / "own.yaml")
+    tokenizer = byte_tokenizer(source)
+    encoder = Encoder(tokenizer, template=template, train_on_prompt=True)
+    samples = encoder.encode(thinking(False, True, True))
+    assert not isinstance(samples, Dropped) and len(samples) == 3
+    text = "|".join(piece for sample in trained_text(tokenizer, samples) for piece in sample)
+    assert [text.count(f"ask {n}") for n in range(3)] == [1, 1, 1]
+    assert [text.count(f"reply {n}") for n in range(3)] == [0, 1, 1]
+    assert [text.count(f"why {n}") for n in range(3)] == [0, 1, 1]
+    assert text.count("Be brief.") == 1
+    for number, sample in enumerate(samples):  # the context stays what the model meets
+        assert "Be brief." in tokenizer.decode(sample.input_ids)
+        assert all(f"ask {n}" in tokenizer.decode(sample.input_ids) for n in range(number + 1))
 
 
 @pytest.mark.parametrize(

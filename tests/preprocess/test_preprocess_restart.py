@@ -8,6 +8,8 @@ import os
 import resource
 import signal
 import time
+from dataclasses import replace as replaced
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,6 +95,37 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, monkeypatch, ca
         "a.jsonl", "b.json", "out_manifest.json", "out_text_document.bin", "out_text_document.idx",
         "unbroken_manifest.json", "unbroken_text_document.bin", "unbroken_text_document.idx",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "killed_at", ["out_text_document.idx", "out_other_document.bin", "out_manifest.json"]
+)
+def test_a_run_killed_while_its_outputs_get_their_names_goes_on(tmp_path, monkeypatch, killed_at):
+    rows = [{"text": f"document {n}", "other": f"more {n}"} for n in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    entries, keys = resolve_datasets([str(tmp_path / "a.jsonl")], "."), {"json_keys": ("text", "other")}
+    unbroken = run_job(job_of(tmp_path, entries, "unbroken", **keys), byte_tokenizer(CHATML))
+    job = job_of(tmp_path, entries, pace=Pace(1), **keys)
+    replace = Path.replace
+
+    def killing(path, target):
+        if Path(target).name == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(path, target)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Path, "replace", killing)
+        process = multiprocessing.get_context("fork").Process(
+            target=run_job, args=(job, byte_tokenizer(CHATML))
+        )
+        process.start()
+        process.join(60)
+    assert process.exitcode == -signal.SIGKILL and (tmp_path / "out_text_document.bin").exists()
+    with pytest.raises(UserError, match="is there, but no manifest"):  # another job's outputs stay guarded
+        run_job(replaced(job, append_eod=False), byte_tokenizer(CHATML))
+    result = run_job(job, byte_tokenizer(CHATML))
+    assert outputs(result) == outputs(unbroken) and not result.already_there
+    assert not list(tmp_path.glob("out*.tmp*")) and not (tmp_path / "out.partial").exists()
 
 
 def test_packs_of_a_killed_run_are_those_of_an_unbroken_one(tmp_path, monkeypatch):

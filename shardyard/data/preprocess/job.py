@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import time
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 from shardyard.data.encode import Encoder
 from shardyard.data.indexed import dtype_for
+from shardyard.data.key import template_text
 from shardyard.data.preprocess import manifest
 from shardyard.data.preprocess.batches import Batch, Input
 from shardyard.data.preprocess.conversations import ConversationDocumentWork, ConversationWork, PairWork
@@ -27,7 +29,7 @@ from shardyard.data.preprocess.sinks import (
     files_of,
     part_prefix,
 )
-from shardyard.data.preprocess.spool import SAVE_EVERY, Busy, Spool
+from shardyard.data.preprocess.spool import SAVE_EVERY, Busy, Spool, file_errors, write_json
 from shardyard.data.preprocess.texts import DocumentWork, end_of_document
 from shardyard.data.sources import DatasetEntry
 from shardyard.data.sources.readers import Policy
@@ -71,8 +73,9 @@ class Job:
             "pad_to_multiple_of", "max_samples", "on_bad_row",
         )  # fmt: skip
         options = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
-        if self.template is not None and Path(self.template).is_file():
-            options["the template file"] = Path(self.template).read_text(encoding="utf-8")
+        text = template_text(self.template)
+        if text is not None:
+            options["the template file"] = text
         return options
 
 
@@ -108,20 +111,21 @@ def run_job(job: Job, tokenizer: Any) -> Result:
     key = manifest.describe(job.entries, tokenizer, job.options(), job.memo)
     parts = _parts(job, tokenizer)
     prefixes = [prefix for part in parts for prefix in _outputs_of(job, part)]
-    if not job.overwrite and manifest.is_there(job.prefix, key, files_of(prefixes)):
+    takes_over = job.overwrite or _was_killed_while_naming(job.prefix, key)
+    if not takes_over and manifest.is_there(job.prefix, key, files_of(prefixes)):
         return Result(prefixes, manifest.counts_of(job.prefix), already_there=True)
     with _nothing_left_behind(job.prefix), contextlib.ExitStack() as spools:
         counts: dict[str, dict[str, Any]] = {}
         for part in parts:
             folder = _partial_folder(job.prefix) / part.name
             spool = spools.enter_context(contextlib.closing(Spool(folder, key, save_every=job.save_every)))
-            counts[part.name] = _run_part(job, part, spool)
+            counts[part.name] = _run_part(job, part, spool, key)
         manifest.write_manifest(job.prefix, key, files_of(prefixes), counts)
     shutil.rmtree(_partial_folder(job.prefix), ignore_errors=True)
     return Result(prefixes, counts)
 
 
-def _run_part(job: Job, part: _Part, spool: Spool) -> dict[str, Any]:
+def _run_part(job: Job, part: _Part, spool: Spool, key: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     if spool.taken_over:
         logger.info("%s", spool.taken_over)
@@ -129,7 +133,9 @@ def _run_part(job: Job, part: _Part, spool: Spool) -> dict[str, Any]:
     with sink.output:
         tally = run_batches(part.source, part.work, sink, job.pace, spool)
         require_rows(part.source, tally, sink.output.documents)
-        manifest.manifest_path(job.prefix).unlink(missing_ok=True)  # it tells of older outputs
+        with file_errors(job.prefix):
+            write_json(_naming(job.prefix), key)
+            manifest.manifest_path(job.prefix).unlink(missing_ok=True)  # it tells of older outputs
         sink.output.finish()
     return report(tally, sink.counts(), time.monotonic() - began)
 
@@ -193,6 +199,22 @@ def _document_prefix(job: Job, key: str) -> Path:
 
 def _partial_folder(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.partial")
+
+
+def _naming(prefix: Path) -> Path:
+    """Written when the first output is about to get its name: from then on, until there is a manifest, what
+    stands under these names is this job's own."""
+    return _partial_folder(prefix) / "naming.json"
+
+
+def _was_killed_while_naming(prefix: Path, key: dict[str, Any]) -> bool:
+    """Whether a run of this very key ended between its first output and the manifest."""
+    if manifest.manifest_path(prefix).exists():
+        return False
+    try:
+        return json.loads(_naming(prefix).read_text(encoding="utf-8")) == key
+    except (OSError, ValueError):
+        return False
 
 
 def _pad_id(tokenizer: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 from shardyard.data.templates.tokens import Hidden, TextTokenizer
@@ -22,6 +23,9 @@ class Turn(NamedTuple):
     stop: int | None = None
     """The token that ends this reply where it belongs to the next turn, and there is none: the last reply's
     last token is trained to predict it, though it is not in the text."""
+    context: int = 0
+    """So many of the prompt's first ids are never trained: replies stand among them, and an earlier sample
+    has trained what is to be trained of them."""
 
 
 class SampleWriter:
@@ -38,16 +42,29 @@ class SampleWriter:
         self._text = ""
         self._ids: list[int] = []
 
-    def add(self, before: str, through: str, *, trained: bool = True, lost_thought: bool = False) -> None:
-        """The reply that ``through`` adds to ``before``. Raises NotUsable if no token begins there."""
+    def add(
+        self,
+        before: str,
+        through: str,
+        *,
+        trained: bool = True,
+        lost_thought: bool = False,
+        context: Callable[[], str] = str,
+    ) -> None:
+        """The reply that ``through`` adds to ``before``; ``context`` gives what of ``before`` ends with the
+        previous reply, and is asked if a new sample begins. Raises NotUsable if no token begins there.
+        """
         through_ids = self._tokens.ids(through, self._hidden)
         start = self._tokens.boundary(before, through, through_ids, self._hidden)
         shared = len(self._ids)
         extends = through.startswith(self._text) and through_ids[:shared] == self._ids and shared <= start
+        num_context = 0
         if not self.samples or not extends:
             self.samples.append([])
             shared = 0
+            num_context = self._tokens.num_shared(context(), through_ids[:start], self._hidden)
         turn = Turn(through_ids[shared:start], through_ids[start:], trained, lost_thought)
+        turn = turn._replace(context=num_context)
         self.samples[-1].append(turn)
         self._text, self._ids = through, through_ids
 

@@ -61,6 +61,7 @@ def build_template(
             tokens,
             enable_thinking=enable_thinking,
             default_system=default_system,
+            train_on_prompt=train_on_prompt,
             chat_template=None if name is None else read_text(Path(name).expanduser()),
         )
     spec, tools = find_template(name, tool_format)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from shardyard.data.dropped import NotUsable
@@ -54,11 +55,13 @@ class ChatTemplate:
         *,
         enable_thinking: bool | None,
         default_system: str | None,
+        train_on_prompt: bool = False,
         chat_template: str | None = None,
     ) -> None:
         self._tokens = tokens
         self._drop_thoughts = enable_thinking is False
         self._default_system = default_system
+        self._train_on_prompt = train_on_prompt
         self._renderer = Renderer(tokenizer, enable_thinking, chat_template=chat_template)
         try:
             self._terminator = self._probe_replies()
@@ -79,8 +82,26 @@ class ChatTemplate:
             before, through = self._reply_bounds(conversation, number)
             self._check_reply(turn, through[len(before) :])
             lost = _loses_thought(turn, through[len(before) :])
-            writer.add(before, through, trained=turn.train, lost_thought=lost)
+            context = partial(self._context, conversation, number, before)
+            writer.add(before, through, trained=turn.train, lost_thought=lost, context=context)
         return writer.samples
+
+    def _context(self, conversation: Conversation, number: int, before: str) -> str:
+        """What of ``before`` is no longer to be trained where a new sample begins: up to the content of the
+        turn behind the previous reply, which is where renderings with other contents part.
+
+        Empty if prompts are not trained at all.
+        """
+        turns = conversation.turns
+        earlier = [place for place in range(number) if turns[place].role == "assistant"]
+        if not self._train_on_prompt or not earlier:
+            return ""
+        place = earlier[-1] + 1
+        for word in _PROBES:
+            changed = (*turns[:place], replace(turns[place], content=word), *turns[place + 1 :])
+            asked = replace(conversation, turns=changed)
+            before = common_prefix(before, self._renderer.render(asked, number, generation_prompt=True))
+        return before
 
     def _prepared(self, conversation: Conversation) -> Conversation:
         """With the default system message, and without thoughts if thinking is off."""

@@ -6,6 +6,7 @@ thoughts becomes one sample per question: every reply is trained in the very con
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -24,6 +25,8 @@ class Piece(NamedTuple):
     prompt: str
     reply: str
     message: Message
+    context: int = 0
+    """So many of the prompt's first characters end with a reply of an earlier sample."""
 
 
 class NamedTemplate:
@@ -72,7 +75,14 @@ class NamedTemplate:
             for piece in pieces:
                 lost = self._loses_thought(piece)
                 before, text = text + piece.prompt, text + piece.prompt + piece.reply
-                writer.add(before, text, trained=piece.message.train, lost_thought=lost)
+                context = before[: len(before) - len(piece.prompt) + piece.context]
+                writer.add(
+                    before,
+                    text,
+                    trained=piece.message.train,
+                    lost_thought=lost,
+                    context=partial(str, context),
+                )
             if self._stops:
                 calls = bool(pieces[-1].message.tool_calls)
                 writer.samples[-1][-1] = writer.samples[-1][-1]._replace(stop=self._stops[calls])
@@ -99,7 +109,8 @@ class NamedTemplate:
             else:
                 given = "".join(piece.prompt + piece.reply for piece in pieces[:known])
                 first, *others = pieces[known:]
-                samples.append([first._replace(prompt=given + first.prompt), *others])
+                first = first._replace(prompt=given + first.prompt, context=len(given))
+                samples.append([first, *others])
             before = pieces
         return [self._finished(pieces) for pieces in samples]
 
@@ -107,7 +118,8 @@ class NamedTemplate:
         """A reply whose ids are those of its own text, as a model meets them after the prompt's."""
         lost = self._loses_thought(piece)
         prompt, reply = self._tokens.ids(piece.prompt, hidden), self._tokens.ids(piece.reply, hidden)
-        return Turn(prompt, reply, piece.message.train, lost)
+        context = self._tokens.num_shared(piece.prompt[: piece.context], prompt, hidden)
+        return Turn(prompt, reply, piece.message.train, lost, context=context)
 
     def _rewrites(self, conversation: Conversation) -> bool:
         """Whether a later question changes the text of an earlier reply."""

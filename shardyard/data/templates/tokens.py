@@ -116,6 +116,14 @@ class TextTokenizer:
                 return start
         raise NotUsable("the prompt's last token and the reply's first are one token")
 
+    def num_shared(self, text: str, ids: list[int], hidden: Hidden) -> int:
+        """How many of ``ids`` belong to ``text``, with which theirs begins; so does a token over its end."""
+        if not text:
+            return 0
+        own = self.ids(text, hidden)
+        common = next((i for i, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b), len(own))
+        return min(common + (common < len(own)), len(ids))
+
     def _parts_text(self, token: str) -> bool:
         """Whether text behind a special token has the ids that it has alone (SentencePiece may put a space
         in front of a text's beginning only)."""
