@@ -174,6 +174,12 @@ def _check_streaming(checked: Checked) -> None:
             "data.val_size cannot be cut from a stream of unknown length (data.streaming); give "
             "data.eval_dataset",
         )
+    if checked.changed("data.split") and training.stage == "pt" and _holds_out(data.split):
+        checked.fault(
+            ("data.split", "data.streaming"),
+            "data.split cannot be cut from a stream of unknown length (data.streaming), which would train "
+            "on every document; give data.eval_dataset",
+        )
     refused = {
         "data.index_compat": "Megatron's index needs the whole data set",
         "data.tokenized_path": "a stream's tokens are not kept",
@@ -248,6 +254,14 @@ def _check_validation_data(checked: Checked) -> None:
         )
     if data.eval_on_each_dataset and not _gives_validation(checked, "data.eval_dataset"):
         checked.warn("data.eval_on_each_dataset", "has no effect without data.eval_dataset")
+
+
+def _holds_out(split: str) -> bool:
+    """Whether ``data.split`` keeps documents from training; a faulty one is told of elsewhere."""
+    try:
+        return any(split_shares(split)[1:])
+    except ValueError:
+        return False
 
 
 def _gives_validation(checked: Checked, path: str) -> bool:

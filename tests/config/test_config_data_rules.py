@@ -47,6 +47,8 @@ MG = "training: {stage: pt, max_steps: 5}\ndata: {data_manager_type: mg, "
         ("data: {streaming: true}", ("data.streaming", "training.max_steps")),
         (STREAM + "val_size: 0.1}", ("data.val_size", "data.streaming")),
         (STREAM + "val_size: 3}", ("data.val_size", "data.streaming")),
+        (MG + "streaming: true, split: '98,2,0'}", ("data.split", "data.streaming")),
+        (MG + "streaming: true, split: '98,0,2'}", ("data.split", "data.streaming")),
         (STREAM + "max_samples: 3}", ("data.max_samples", "data.streaming")),
         (STREAM + "tokenized_path: there}", ("data.tokenized_path", "data.streaming")),
         (STREAM + "data_manager_type: mg}", ("data.streaming", "data.data_manager_type")),
