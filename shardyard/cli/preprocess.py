@@ -245,7 +245,8 @@ def _merge_groups(options: argparse.Namespace) -> int:
     prefix = _prefix(options.output_prefix)
     groups = groups_of(Path(options.input[0]).expanduser(), options.merge_group_keys)
     for key, prefixes in groups.items():
-        _tell_merged(prefixes, merge_outputs(prefixes, prefix.with_name(f"{prefix.name}_{key}")))
+        out = prefix.with_name(f"{prefix.name}_{key}")
+        _tell_merged(prefixes, merge_outputs(prefixes, out, overwrite=options.overwrite_cache))
     return 0
 
 
@@ -255,9 +256,11 @@ def _merge(words: list[str]) -> int:
     parser = Parser(prog="shardyard preprocess merge", allow_abbrev=False, description="Join data sets.")
     parser.add_argument("--input", nargs="+", default=[], metavar="PREFIX", help="in this order")
     parser.add_argument("--output-prefix", metavar="PREFIX")
+    parser.add_argument("--overwrite-cache", action="store_true", help="replace an output that is there")
     options = parse(parser, words)
     prefixes = [Path(word).expanduser() for word in options.input]
-    _tell_merged(prefixes, merge_outputs(prefixes, _prefix(options.output_prefix)))
+    out = _prefix(options.output_prefix)
+    _tell_merged(prefixes, merge_outputs(prefixes, out, overwrite=options.overwrite_cache))
     return 0
 
 
@@ -268,6 +271,7 @@ def _tell_merged(prefixes: Sequence[Path], written: Sequence[Path]) -> None:
 
 def _inspect(words: list[str]) -> int:
     from shardyard.data.indexed.summary import inspect
+    from shardyard.data.preprocess.packed import token_files
 
     parser = Parser(prog="shardyard preprocess inspect", allow_abbrev=False, description="Show a data set.")
     parser.add_argument("prefix", help="path of the .bin and .idx files without their suffixes")
@@ -279,6 +283,7 @@ def _inspect(words: list[str]) -> int:
     decode = None
     if options.tokenizer_name_or_path:
         decode = _tokenizer(options).decode
-    summary = inspect(Path(options.prefix).expanduser(), decode, num_heads=options.documents)
+    prefix = token_files(Path(options.prefix).expanduser())
+    summary = inspect(prefix, decode, num_heads=options.documents)
     print(json.dumps(summary.to_json(), ensure_ascii=False) if options.json else summary.to_text())
     return 0

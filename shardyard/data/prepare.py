@@ -21,6 +21,7 @@ from shardyard.data.indexed.layout import bin_path, idx_path
 from shardyard.data.leader import Prepared, PreparedSet
 from shardyard.data.pipeline import run_pipeline
 from shardyard.data.preprocess import DocumentsReport, write_documents
+from shardyard.data.preprocess.manifest import check_tokenizer
 from shardyard.data.preprocess.packed import SFT_PARTS, PackedSamples, part_prefix
 from shardyard.data.report import Dropped, Encoded, Report
 from shardyard.data.sets import NamedSet, resolve_sets
@@ -110,10 +111,13 @@ class Preparation:
         """Token files of any writer: read through once, then remembered."""
         is_packed = self.config.training.stage == "sft"
         tokens = part_prefix(prefix, SFT_PARTS[0]) if is_packed else prefix
+        check_tokenizer(tokens, self.tokenizer)
         key = keys.indexed_key(idx_path(tokens), bin_path(tokens).stat().st_size)
         kind: Literal["packed", "indexed"] = "packed" if is_packed else "indexed"
         count = self._packed_report if is_packed else _indexed_report
         report = self._remembered(kind, bin_path(tokens), lambda: count(prefix))
+        if self.config.data.append_eod and not is_packed:
+            _tell_of_missing_ends(prefix, self.tokenizer)
         if is_packed and report.longest > self.config.data.cutoff_len:
             raise UserError(
                 f"data.cutoff_len: {prefix} holds a sample of {report.longest} tokens, more than "
@@ -147,6 +151,21 @@ class Preparation:
         report = count()
         _write_quietly(memo, {"stamp": stamp, "report": report.to_json()})
         return report
+
+
+def _tell_of_missing_ends(prefix: Path, tokenizer: Any) -> None:
+    """Warn where ``append_eod`` promises end tokens that the files, which stay as they are, do not have."""
+    reader = IndexedReader(prefix)
+    looked_at = range(min(reader.num_documents, _COUNTED_AT_ONCE))
+    ends = [reader.document(number)[-1:].tolist() for number in looked_at]
+    lacking = sum(end != [tokenizer.eos_token_id] for end in ends if end)
+    if lacking:
+        logger.warning(
+            "data.append_eod: true, but %d of the first %d documents of %s do not end with the tokenizer's "
+            "eos "
+            "token (%s), and token files are trained as they are: preprocess them with --append-eod",
+            lacking, len(looked_at), prefix, tokenizer.eos_token,
+        )  # fmt: skip
 
 
 def _indexed_report(prefix: Path) -> Report:

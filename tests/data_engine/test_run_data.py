@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.run_data import CHAT, make_config, make_tokenizer, write_rows
 
+from shardyard.cli import main
 from shardyard.config import Config
 from shardyard.data.build import build_run_data
 from shardyard.data.indexed import IndexedWriter
@@ -311,3 +312,32 @@ def test_raw_files_with_a_split_and_two_data_sets(tmp_path):
     (held_out,) = data.evals
     text = "".join(tokenizer.decode(held_out.samples[i].input_ids) for i in range(len(held_out.samples)))
     assert "one 9" in text and "two 9" in text and "one 8" not in text
+
+
+def preprocessed(tmp_path, tokenizer, name="corpus", append_eod=True):
+    """Token files of `shardyard preprocess`, with their manifest."""
+    folder = tmp_path / "data"
+    folder.mkdir(exist_ok=True)
+    write_rows(folder / "corpus.jsonl", [f"text {n}" for n in range(6)])
+    tokenizer.save_pretrained(tmp_path / name)
+    words = ["--input", str(folder / "corpus.jsonl"), "--tokenizer-name-or-path", str(tmp_path / name)]
+    words += ["--output-prefix", str(folder / name)] + ["--append-eod"] * append_eod
+    assert main(["preprocess", *words]) == 0
+    return f"{name}_text_document"
+
+
+def test_token_files_of_another_tokenizer_are_refused_while_their_manifest_tells(tmp_path):
+    prefix = preprocessed(tmp_path, make_tokenizer())
+    assert build_run_data(pretraining(tmp_path, prefix), make_tokenizer()).report.rows == 6
+    other = make_tokenizer(extra=["text"])
+    with pytest.raises(UserError, match="was tokenised with another tokenizer"):
+        build_run_data(pretraining(tmp_path, prefix), other)
+    (tmp_path / "data" / "corpus_manifest.json").unlink()
+    assert build_run_data(pretraining(tmp_path, prefix), other).report.rows == 6
+
+
+@pytest.mark.parametrize("has_ends", [True, False])
+def test_append_eod_of_files_without_end_tokens_is_told(tmp_path, caplog, has_ends):
+    prefix = preprocessed(tmp_path, make_tokenizer(), append_eod=has_ends)
+    build_run_data(pretraining(tmp_path, prefix, append_eod=True), make_tokenizer())
+    assert ("6 of the first 6 documents of" in caplog.text) is not has_ends

@@ -20,6 +20,7 @@ from shardyard.cli.preprocess_options import REFUSED
 from shardyard.data.indexed import IndexedReader, IndexedWriter
 from shardyard.data.preprocess import PackedSamples
 from shardyard.data.preprocess.handlers import HANDLERS, find_handler
+from shardyard.data.preprocess.manifest import key_of
 from shardyard.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -309,7 +310,32 @@ def test_merge(tmp_path, capsys):
     assert main(["preprocess", "merge", "--input", first, second, "--output-prefix", out]) == 0
     assert documents(out) == [[1, 2], [3], [4, 5, 6]]
     assert "2 data sets" in capsys.readouterr().out
-    assert "is missing" in fault(capsys, ["preprocess", "merge", "--input", "no", "--output-prefix", out])
+    again = ["preprocess", "merge", "--input", second, "--output-prefix", out]
+    assert "is there already" in fault(capsys, again)
+    assert documents(out) == [[1, 2], [3], [4, 5, 6]]
+    assert main([*again, "--overwrite-cache"]) == 0 and documents(out) == [[4, 5, 6]]
+    other = str(tmp_path / "other")
+    assert "is missing" in fault(capsys, ["preprocess", "merge", "--input", "no", "--output-prefix", other])
+
+
+def test_a_merge_keeps_the_tokenizer_and_refuses_two(tmp_path, tokenizer_folder, capsys):
+    folders = [tokenizer_folder, str(tmp_path / "other")]
+    byte_tokenizer(CHATML, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>")).save_pretrained(
+        folders[1]
+    )
+    prefixes = []
+    for name, folder in (("a", folders[0]), ("b", folders[0]), ("c", folders[1])):
+        assert main([*text_words(tmp_path, folder), "--output-prefix", str(tmp_path / name)]) == 0
+        prefixes.append(str(tmp_path / f"{name}_text_document"))
+    out = str(tmp_path / "ab")
+    assert main(["preprocess", "merge", "--input", *prefixes[:2], "--output-prefix", out]) == 0
+    merged, of_a = key_of(Path(out)), key_of(Path(prefixes[0]))
+    assert merged["tokenizer"] == of_a["tokenizer"] and merged["merged"] == [
+        Path(p).name for p in prefixes[:2]
+    ]
+    words = ["preprocess", "merge", "--input", *prefixes[1:], "--output-prefix", str(tmp_path / "bc")]
+    assert "another tokenizer" in fault(capsys, words)
+    assert not list(tmp_path.glob("bc*"))
 
 
 def test_merging_packed_samples_merges_their_parts(tmp_path):
@@ -342,6 +368,9 @@ def test_merge_group_keys_take_what_a_folder_holds(tmp_path, capsys):
 def test_inspect_decodes_and_counts(tmp_path, tokenizer_folder, capsys):
     ids = byte_tokenizer()("hello tea")["input_ids"]
     prefix = a_set(tmp_path / "a", ids, ids[:2])
+    a_set(tmp_path / "b_text_document", [1], [2])
+    assert main(["preprocess", "inspect", str(tmp_path / "b")]) == 0  # the output prefix of preprocessing
+    assert "documents 2" in capsys.readouterr().out
     assert main(["preprocess", "inspect", prefix, "--tokenizer", tokenizer_folder]) == 0
     text = capsys.readouterr().out
     assert "hello tea" in text and "documents 2" in text

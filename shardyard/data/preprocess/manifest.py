@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardyard import __version__
+from shardyard.data.indexed import idx_path
 from shardyard.data.key import FileHasher, differences, tokenizer_parts
 from shardyard.data.preprocess.spool import write_json
 from shardyard.data.sources import DatasetEntry
@@ -21,6 +22,9 @@ from shardyard.errors import UserError
 
 CODE_VERSION = 1
 """Raise it whenever the same input and options give other bytes than before."""
+
+_TOKENIZER = "tokenizer"
+"""The part of a key that is the tokenizer's content."""
 
 MEMO = Path("~/.cache/shardyard/tokenized/files.json")
 """Remembers the hashes of large files."""
@@ -82,6 +86,38 @@ def is_there(prefix: Path, key: Mapping[str, Any], outputs: Iterable[Path]) -> b
     sizes = before.get("outputs", {})
     whole = (path.is_file() and sizes.get(path.name) == path.stat().st_size for path in outputs)
     return not changes and all(whole)
+
+
+def key_of(tokens: Path) -> dict[str, Any] | None:
+    """What the token files at the prefix ``tokens`` were made from; None where no manifest tells."""
+    suffix = "_manifest.json"
+    for path in sorted(tokens.parent.glob(f"*{suffix}")):
+        if not tokens.name.startswith(path.name.removesuffix(suffix)):
+            continue
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(manifest, dict) and idx_path(tokens).name in manifest.get("outputs", {}):
+            return manifest.get("key")
+    return None
+
+
+def check_tokenizer(tokens: Path, tokenizer: Any) -> None:
+    """Refuse token files whose manifest names another tokenizer: their ids would mean other words.
+
+    Raises:
+        UserError: another tokenizer made them.
+    """
+    key = key_of(tokens)
+    if key is not None and key.get(_TOKENIZER) not in (None, tokenizer_parts(tokenizer)[_TOKENIZER]):
+        raise UserError(
+            f"data.dataset: {tokens} was tokenised with another tokenizer than {tokenizer.name_or_path}, so "
+            "its "
+            "ids mean other words; preprocess again with this one, or set model.tokenizer_name_or_path to "
+            "that "
+            "one (if both give the same ids, remove the manifest beside the files)"
+        )
 
 
 def counts_of(prefix: Path) -> dict[str, dict[str, Any]]:

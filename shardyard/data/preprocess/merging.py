@@ -4,34 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from shardyard.data.indexed import idx_path
+from shardyard.data.indexed import bin_path, idx_path
 from shardyard.data.indexed.merge import merge
+from shardyard.data.preprocess.manifest import key_of, manifest_path, write_manifest
 from shardyard.data.preprocess.packed import without_suffix
 from shardyard.data.preprocess.sinks import PAIR_PARTS, SFT_PARTS, part_prefix
 from shardyard.errors import UserError
 
 
-def merge_outputs(prefixes: Sequence[Path], out: Path) -> list[Path]:
+def merge_outputs(prefixes: Sequence[Path], out: Path, *, overwrite: bool = False) -> list[Path]:
     """Merge data sets, in order, into ``out``; gives the prefixes that were written.
 
-    Prefixes of packed samples (with or without ``_packed``) are merged part by part.
+    Prefixes of packed samples (with or without ``_packed``) are merged part by part. The manifest of the
+    whole tells the tokenizer, if those of all sets do.
 
     Raises:
-        UserError: see ``indexed.merge``; or sets of different kinds.
+        UserError: see ``indexed.merge``; sets of different kinds or tokenizers; ``out`` is there already,
+            unless ``overwrite``.
     """
     kinds = [_parts_of(prefix) for prefix in prefixes]
     if len(set(kinds)) > 1:
         other = next(number for number, kind in enumerate(kinds) if kind != kinds[0])
         raise UserError(f"{prefixes[0]} and {prefixes[other]} are outputs of different kinds")
-    if not kinds or not kinds[0]:
-        merge(prefixes, out)
-        return [out]
-    written = []
-    for part in kinds[0]:
-        written.append(part_prefix(without_suffix(out), part))
-        merge([part_prefix(without_suffix(prefix), part) for prefix in prefixes], written[-1])
+    parts = kinds[0] if kinds else ()
+    name = without_suffix(out) if parts else out
+    written = [part_prefix(name, part) for part in parts] or [out]
+    if not overwrite and idx_path(written[0]).exists():
+        raise UserError(
+            f"{idx_path(written[0])} is there already; give another --output-prefix, or --overwrite-cache to "
+            "replace it"
+        )
+    inputs = [[part_prefix(without_suffix(one), part) for one in prefixes] for part in parts] or [
+        list(prefixes)
+    ]
+    key = _common_key(inputs[0])
+    for sets, merged in zip(inputs, written, strict=True):
+        merge(sets, merged)
+    manifest_path(name).unlink(missing_ok=True)
+    if key is not None:
+        files = [path(prefix) for prefix in written for path in (bin_path, idx_path)]
+        write_manifest(name, key, files, counts={})
     return written
+
+
+def _common_key(prefixes: Sequence[Path]) -> dict[str, Any] | None:
+    """What a manifest of all sets together can tell: their tokenizer, and what they agree on."""
+    keys = [key_of(prefix) for prefix in prefixes]
+    known = [(prefix, key) for prefix, key in zip(prefixes, keys, strict=True) if key is not None]
+    for prefix, key in known[1:]:
+        if key.get("tokenizer") != known[0][1].get("tokenizer"):
+            raise UserError(
+                f"{prefix} was tokenised with another tokenizer than {known[0][0]}; their ids differ"
+            )
+    if len(known) < len(keys) or not known:
+        return None
+    first = known[0][1]
+    shared = {name: value for name, value in first.items() if all(key.get(name) == value for _, key in known)}
+    return {**shared, "merged": [prefix.name for prefix in prefixes]}
 
 
 def groups_of(folder: Path, keys: Sequence[str]) -> dict[str, list[Path]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardyard.data.indexed import IndexedReader
+from shardyard.data.indexed import IndexedReader, idx_path
 from shardyard.data.preprocess.sinks import SFT_PARTS, part_prefix
 from shardyard.data.types import IGNORE_INDEX, Sample
 from shardyard.errors import UserError
@@ -99,3 +99,9 @@ def is_packed(prefix: Path | str) -> bool:
     """Whether packed samples lie at ``prefix`` (with or without ``_packed``)."""
     index = part_prefix(without_suffix(Path(prefix)), SFT_PARTS[0])
     return index.with_name(f"{index.name}.idx").is_file()
+
+
+def token_files(prefix: Path) -> Path:
+    """The token files that an output prefix of preprocessing means; ``prefix`` itself if they are its own."""
+    meant = (prefix, prefix.with_name(f"{prefix.name}_text_document"), part_prefix(prefix, SFT_PARTS[0]))
+    return next((found for found in meant if idx_path(found).is_file()), prefix)
