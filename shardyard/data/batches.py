@@ -6,6 +6,7 @@ Legend: T tokens of a micro-batch, D documents in it, R rows of it.
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -141,7 +142,9 @@ class BatchLoader:
 
     def _epoch_iterator(self) -> Iterator[_Loaded]:
         try:
-            with quiet_forks():
+            with quiet_forks(), warnings.catch_warnings():
+                # torch compares with this rank's share of the cores; the number is the user's choice
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
                 iterator = iter(self._loader)
             yield from iterator
         except RuntimeError as error:

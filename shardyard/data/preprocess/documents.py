@@ -37,6 +37,9 @@ class DocumentsReport:
     longest: int
     """Tokens of the longest document, its end token included."""
     seconds: float
+    """Of this process: a run that took work over counts its own time alone."""
+    taken_over: bool = False
+    """Some of the work was done by a run before."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,4 +99,5 @@ def write_documents(
         largest_id=sink.largest_id,
         longest=sink.longest,
         seconds=time.monotonic() - began,
+        taken_over=spool is not None and bool(spool.taken_over),
     )
