@@ -85,10 +85,11 @@ def test_a_jinja_file_takes_the_place_of_the_tokenizer_s_own(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("user: 'Q'\nassistant: {}\nuzer: x\n", 3, "uzer: Extra inputs are not permitted"),
-        ("user: 'Q'\nassistant:\n  header: a\n  ending: b\n", 4, "assistant.ending: Extra inputs"),
+        ("user: 'Q'\nassistant: {}\nuzer: x\n", 3, "uzer: no such key; did you mean user?"),
+        ("user: 'Q'\nassistant:\n  header: a\n  ending: b\n", 4, "assistant.ending: no such key"),
         ("user: 'Q'\nassistant:\n  header: 3\n", 3, "assistant.header: Input should be a valid string"),
-        ("assistant: {}\n", 1, "user: Field required"),
+        ("user: 'Q'\nasistant: {}\n", 2, "asistant: no such key; did you mean assistant?"),
+        ("assistant: {}\n", 1, "user: this key is missing"),
         ("user: 'Q'\nassistant: {}\n\ntools_at: nowhere\n", 4, "tools_at: Input should be 'system'"),
         ("user: 'Q'\nassistant: {}\ntrim: [tool]\n", 3, "trim.0: Input should be 'system'"),
         ("user: 'Q'\n  assistant: {}\n", 2, "not valid YAML"),

@@ -7,6 +7,7 @@ stand for the tokenizer's own tokens in any slot. All other braces are plain tex
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -245,10 +246,29 @@ def _read(path: Any, kind: type[_Spec], where: str) -> _Spec:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A misspelt key is two faults, one too many and one that is missing: the one that stands in the file
+        faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+        first = faults[0]
         key = ".".join(map(str, first["loc"]))
         line = _line(yaml.compose(text, yaml.SafeLoader), first["loc"])
-        raise UserError(f"{where}:{line}: {key}: {first['msg']}; see docs/templates.md") from error
+        said = first["msg"]
+        if first["type"] == "extra_forbidden":
+            said = f"no such key{_nearest(kind, first['loc'])}"
+        elif first["type"] == "missing":
+            said = "this key is missing"
+        raise UserError(f"{where}:{line}: {key}: {said}; see docs/templates.md") from error
+
+
+def _nearest(kind: type[_Part], path: tuple[Any, ...]) -> str:
+    """The known key that was meant, as the end of a message."""
+    for step in path[:-1]:
+        of_step = kind.model_fields.get(str(step))
+        inner = of_step.annotation if of_step else None
+        if not (isinstance(inner, type) and issubclass(inner, _Part)):
+            return ""
+        kind = inner
+    close = get_close_matches(str(path[-1]), kind.model_fields, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _line(node: Any, path: tuple[Any, ...]) -> int:
