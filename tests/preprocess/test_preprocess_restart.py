@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -223,6 +224,49 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     assert process.exitcode == 0
     spool.close()
     Spool(tmp_path / "s", {}).close()
+
+
+@pytest.mark.parametrize("kind", ["text", "sft"])
+def test_a_disk_that_fills_up_at_any_moment_leaves_nothing_in_the_way(tmp_path, monkeypatch, kind):
+    rows = [{"text": f"tea {n}", "other": "sea", "instruction": f"q{n}", "output": "r"} for n in range(5)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    entries = resolve_datasets([str(tmp_path / "a.jsonl")], ".")
+    options = {"json_keys": ("text", "other")} if kind == "text" else {"kind": "sft", "append_eod": False}
+    job, tokenizer = job_of(tmp_path / "new", entries, pace=Pace(1), **options), byte_tokenizer(CHATML)
+    fsync, calls, room = os.fsync, [], 0
+
+    def filling(descriptor):
+        calls.append(descriptor)
+        if len(calls) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", filling)
+    for number in range(100):
+        room = number
+        calls.clear()
+        try:
+            result = run_job(job, tokenizer)
+            break
+        except UserError as error:
+            assert "No space left on device" in str(error)
+            assert [path.name for path in tmp_path.iterdir() if path.name != "memo.json"] == ["a.jsonl"]
+    assert room == len(calls) > 8 and not result.already_there
+    assert all(path.stat().st_size for path in (tmp_path / "new").iterdir())
+
+
+def test_a_write_that_fails_again_when_the_file_is_closed_is_one_line(tmp_path):
+    """What did not fit waits in the file's buffer, and closing the file writes it once more."""
+    spool = Spool(tmp_path / "spool", {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write"):
+            spool.add(Outcome({"tokens": np.arange(9)}, 1), Position(), 1)
+            spool.commit()
+        spool.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):

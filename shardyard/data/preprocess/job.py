@@ -111,21 +111,24 @@ def run_job(job: Job, tokenizer: Any) -> Result:
     key = manifest.describe(job.entries, tokenizer, job.options(), job.memo)
     parts = _parts(job, tokenizer)
     prefixes = [prefix for part in parts for prefix in _outputs_of(job, part)]
-    takes_over = job.overwrite or _was_killed_while_naming(job.prefix, key)
-    if not takes_over and manifest.is_there(job.prefix, key, files_of(prefixes)):
+    was_killed = _was_killed_while_naming(job.prefix, key)
+    if not (job.overwrite or was_killed) and manifest.is_there(job.prefix, key, files_of(prefixes)):
         return Result(prefixes, manifest.counts_of(job.prefix), already_there=True)
-    with _nothing_left_behind(job.prefix), contextlib.ExitStack() as spools:
+    named = list(prefixes) if was_killed else []
+    with _nothing_left_behind(job.prefix, named), contextlib.ExitStack() as spools:
         counts: dict[str, dict[str, Any]] = {}
         for part in parts:
             folder = _partial_folder(job.prefix) / part.name
             spool = spools.enter_context(contextlib.closing(Spool(folder, key, save_every=job.save_every)))
-            counts[part.name] = _run_part(job, part, spool, key)
-        manifest.write_manifest(job.prefix, key, files_of(prefixes), counts)
+            counts[part.name] = _run_part(job, part, spool, key, named)
+        with file_errors(job.prefix):
+            manifest.write_manifest(job.prefix, key, files_of(prefixes), counts)
     shutil.rmtree(_partial_folder(job.prefix), ignore_errors=True)
     return Result(prefixes, counts)
 
 
-def _run_part(job: Job, part: _Part, spool: Spool, key: dict[str, Any]) -> dict[str, Any]:
+def _run_part(job: Job, part: _Part, spool: Spool, key: dict[str, Any], named: list[Path]) -> dict[str, Any]:
+    """Make a part's outputs; ``named`` gets their prefixes when they are about to get their names."""
     began = time.monotonic()
     if spool.taken_over:
         logger.info("%s", spool.taken_over)
@@ -136,6 +139,7 @@ def _run_part(job: Job, part: _Part, spool: Spool, key: dict[str, Any]) -> dict[
         with file_errors(job.prefix):
             write_json(_naming(job.prefix), key)
             manifest.manifest_path(job.prefix).unlink(missing_ok=True)  # it tells of older outputs
+        named += sink.output.prefixes
         sink.output.finish()
     return report(tally, sink.counts(), time.monotonic() - began)
 
@@ -224,13 +228,19 @@ def _pad_id(tokenizer: Any) -> int:
 
 
 @contextlib.contextmanager
-def _nothing_left_behind(prefix: Path) -> Iterator[None]:
-    """Remove unfinished work, and the folders that were made for it, when the user's mistake ends the job."""
+def _nothing_left_behind(prefix: Path, named: list[Path]) -> Iterator[None]:
+    """Remove unfinished work, the outputs in ``named``, and the folders that were made for them, when the
+    user's mistake (or a full disk) ends the job.
+    """
     missing = [folder for folder in prefix.parents if not folder.exists()]
     try:
         yield
     except UserError as error:
         if not isinstance(error, Busy):
+            own = [*files_of(named), manifest.manifest_path(prefix)] if named else []
+            for path in own:
+                with contextlib.suppress(OSError):
+                    path.unlink()
             shutil.rmtree(_partial_folder(prefix), ignore_errors=True)
             for folder in missing:
                 with contextlib.suppress(OSError):

@@ -106,7 +106,8 @@ class Spool:
     def close(self) -> None:
         """Leave the folder to another run. What was added since the last ``commit`` is lost."""
         if self._blocks is not None:
-            self._blocks.close()
+            with contextlib.suppress(OSError):  # a full disk, once more: what it holds is lost in any case
+                self._blocks.close()
             self._blocks = None
         if self._lock is not None:
             os.close(self._lock)
@@ -161,10 +162,14 @@ def file_errors(path: Path) -> Iterator[None]:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that is complete or absent, also after a power cut."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "surrogateescape"))
-        flush(file)
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "surrogateescape"))
+            flush(file)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
