@@ -18,6 +18,7 @@ from support.tokenizers import CHATML, byte_tokenizer
 
 from shardyard.data.preprocess import Job, batches, run_job
 from shardyard.data.preprocess.batches import Position
+from shardyard.data.preprocess.merging import merge_outputs
 from shardyard.data.preprocess.outcome import Outcome
 from shardyard.data.preprocess.run import Pace
 from shardyard.data.preprocess.spool import Spool
@@ -283,3 +284,29 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+def test_a_merge_of_packed_samples_killed_between_two_parts_leaves_no_mixture(tmp_path, monkeypatch):
+    rows = [{"instruction": f"q{n}", "output": "tea"} for n in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    entries, sft = resolve_datasets([str(tmp_path / "a.jsonl")], "."), {"kind": "sft", "append_eod": False}
+    for name in ("first", "second"):
+        run_job(job_of(tmp_path, entries, name, pace=Pace(1), **sft), byte_tokenizer(CHATML))
+    sets = [tmp_path / "first", tmp_path / "second"]
+    merge_outputs(sets[:1], tmp_path / "all")
+    replace = Path.replace
+
+    def failing(path, target):
+        if Path(target).name == "all_packed_labels_document.bin":
+            raise error(errno.ENOSPC, os.strerror(errno.ENOSPC)) if error is OSError else error
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", failing)
+    error = KeyboardInterrupt  # stands for whatever ends a process without a word
+    with pytest.raises(KeyboardInterrupt):
+        merge_outputs(sets, tmp_path / "all", overwrite=True)
+    assert not (tmp_path / "all_packed_labels_document.idx").exists()
+    error = OSError
+    with pytest.raises(UserError, match="No space left on device"):
+        merge_outputs(sets, tmp_path / "all", overwrite=True)
+    assert not list(tmp_path.glob("all*"))

@@ -22,6 +22,20 @@ def merge(prefixes: Sequence[Path], out: Path) -> None:
     sets fit together.
 
     Raises:
+        UserError: see ``open_fitting``; ``out`` cannot be written.
+    """
+    readers = open_fitting(prefixes, out)
+    with_modes = any(reader.modes is not None for reader in readers if len(reader))
+    with IndexedWriter(out, readers[0].dtype, with_modes=with_modes) as writer:
+        for reader in readers:
+            _append_all(writer, reader)
+        writer.finish()
+
+
+def open_fitting(prefixes: Sequence[Path], out: Path) -> list[IndexedReader]:
+    """The sets to merge into ``out``, which fit together.
+
+    Raises:
         UserError: nothing to merge, a set is damaged, their types differ, some have modes and some have none,
             or ``out`` is one of them.
     """
@@ -44,10 +58,7 @@ def merge(prefixes: Sequence[Path], out: Path) -> None:
         raise UserError(
             f"{with_modes[0].prefix} is a multimodal set with modes, {without_modes[0].prefix} has none"
         )
-    with IndexedWriter(out, readers[0].dtype, with_modes=bool(with_modes)) as writer:
-        for reader in readers:
-            _append_all(writer, reader)
-        writer.finish()
+    return readers
 
 
 def _append_all(writer: IndexedWriter, reader: IndexedReader) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardyard.data.indexed import bin_path, idx_path
-from shardyard.data.indexed.merge import merge
+from shardyard.data.indexed import idx_path
+from shardyard.data.indexed.merge import merge, open_fitting
 from shardyard.data.preprocess.manifest import key_of, manifest_path, write_manifest
 from shardyard.data.preprocess.packed import without_suffix
-from shardyard.data.preprocess.sinks import PAIR_PARTS, SFT_PARTS, part_prefix
+from shardyard.data.preprocess.sinks import PAIR_PARTS, SFT_PARTS, files_of, part_prefix
+from shardyard.data.preprocess.spool import file_errors
 from shardyard.errors import UserError
 
 
@@ -41,12 +43,29 @@ def merge_outputs(prefixes: Sequence[Path], out: Path, *, overwrite: bool = Fals
     ]
     key = _common_key(inputs[0])
     for sets, merged in zip(inputs, written, strict=True):
-        merge(sets, merged)
-    manifest_path(name).unlink(missing_ok=True)
+        open_fitting(sets, merged)
+    with _all_or_none(written):
+        manifest_path(name).unlink(missing_ok=True)
+        for sets, merged in zip(inputs, written, strict=True):
+            merge(sets, merged)
     if key is not None:
-        files = [path(prefix) for prefix in written for path in (bin_path, idx_path)]
-        write_manifest(name, key, files, counts={})
+        with file_errors(name):
+            write_manifest(name, key, files_of(written), counts={})
     return written
+
+
+@contextlib.contextmanager
+def _all_or_none(written: Sequence[Path]) -> Iterator[None]:
+    """Several sets are one output: never some of them new and some old, whenever it ends."""
+    if len(written) > 1:
+        for prefix in written:
+            idx_path(prefix).unlink(missing_ok=True)
+    try:
+        yield
+    except UserError:
+        for path in files_of(list(written)) if len(written) > 1 else ():
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _common_key(prefixes: Sequence[Path]) -> dict[str, Any] | None:
