@@ -18,6 +18,8 @@ from typing import Any
 
 from shardyard.config import Config
 from shardyard.data.sources import DatasetEntry
+from shardyard.data.templates.build import find_template
+from shardyard.data.templates.spec import read_text
 from shardyard.errors import UserError
 
 CODE_VERSION = 3
@@ -125,16 +127,24 @@ def sample_parts(
     """
     values = config.data.model_dump(mode="json")
     settings = {f"data.{name}": value for name, value in values.items() if name not in _CHANGE_NO_TOKEN}
-    text = template_text(config.data.template)
-    if text is not None:
-        settings["the template file"] = _sha(text)
+    content = template_content(config.data.template, config.data.tool_format)
+    if content is not None:
+        settings["the template's content"] = _sha(content)
     return _parts("samples", config, settings, entry, tokenizer_parts(tokenizer), facts)
 
 
-def template_text(template: str | None) -> str | None:
-    """What stands in the file that ``data.template`` names, found as templates are; None if it names none."""
-    path = None if template is None else Path(template).expanduser()
-    return path.read_text(encoding="utf-8", errors="replace") if path is not None and path.is_file() else None
+def template_content(template: str | None, tool_format: str | None = None) -> str | None:
+    """What the template that ``data.template`` names says, of this package or a file; None if it names none.
+
+    Raises:
+        UserError: an unknown name, or a wrong file.
+    """
+    if template is None:
+        return None
+    if template.endswith(".jinja"):
+        return read_text(Path(template).expanduser())
+    spec, tools = find_template(template, tool_format)
+    return spec.model_dump_json() + (tools.model_dump_json() if tools else "")
 
 
 def document_parts(

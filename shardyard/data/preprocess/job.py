@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shardyard.data.encode import Encoder
 from shardyard.data.indexed import dtype_for
-from shardyard.data.key import template_text
+from shardyard.data.key import template_content
 from shardyard.data.preprocess import manifest
 from shardyard.data.preprocess.batches import Batch, Input
 from shardyard.data.preprocess.conversations import ConversationDocumentWork, ConversationWork, PairWork
@@ -73,9 +73,9 @@ class Job:
             "pad_to_multiple_of", "max_samples", "on_bad_row",
         )  # fmt: skip
         options = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
-        text = template_text(self.template)
-        if text is not None:
-            options["the template file"] = text
+        content = template_content(self.template)
+        if content is not None:
+            options["the template's content"] = content
         return options
 
 
