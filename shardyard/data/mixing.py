@@ -30,6 +30,7 @@ def packs(config: Config) -> bool:
 
 
 def order_of_run(config: Config, parts: Sequence[Part], joined: JoinedSamples, kept_out: np.ndarray) -> Order:
+    """The order of the parts' samples without those of ``kept_out`` (ascending numbers)."""
     seed, shuffle = config.training.seed, not config.training.disable_shuffling
     data_sets = [np.setdiff1d(joined.numbers(n), kept_out, assume_unique=True) for n in range(len(parts))]
     shares = _shares(config, parts)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -191,7 +192,7 @@ class _Job:
 
     kind: ClassVar[Literal["samples", "documents"]]
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -209,7 +210,7 @@ class _Rows(_Job):
 
     kind: ClassVar[Literal["samples", "documents"]] = "samples"
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, Any]:
         return keys.sample_parts(self.config, self.entry, self.tokenizer, self.facts)
 
@@ -245,7 +246,7 @@ class _Documents(_Job):
 
     kind: ClassVar[Literal["samples", "documents"]] = "documents"
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, Any]:
         return keys.document_parts(self.config, self.entry, self.tokenizer, self.facts)
 
