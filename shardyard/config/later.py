@@ -19,7 +19,6 @@ class Later:
 
 _QUANT = "low-precision training"
 _TOKENS = "adding tokens to a model"
-_PLACEMENT = "choosing the sharded dimension"
 _PROFILE = "profiling"
 
 LATER: dict[str, Later] = {
@@ -35,24 +34,15 @@ LATER: dict[str, Later] = {
     "model.enable_fsdp_low_precision_all_gather": Later(_QUANT),
     "model.fsdp_low_precision_all_gather_mode": Later(_QUANT),
     "data.eval_num_beams": Later("evaluation by generation"),
-    "parallel.tp_size": Later("tensor parallelism"),
-    "parallel.ep_size": Later("expert parallelism"),
-    "parallel.ep_fsdp_size": Later("expert parallelism"),
-    "parallel.cp_size": Later("context parallelism"),
     "parallel.recompute": Later("selective recomputation", ("selective",)),
-    "parallel.shard_placement_fn": Later(_PLACEMENT),
-    "parallel.efsdp_shard_placement_fn": Later(_PLACEMENT),
     "parallel.param_dtype": Later("fp16, with its loss scaler,", ("fp16",)),
     "parallel.reduce_dtype": Later("fp16, with its loss scaler,", ("fp16",)),
-    "parallel.enable_chunk_batch": Later("running modules over pieces of a micro-batch"),
     "training.optimizer": Later("the Muon optimizer", ("muon",)),
     "training.indexer_loss_coeff": Later("the sparse-attention indexer's loss"),
-    "training.router_aux_loss_coef": Later("the load-balancing loss"),
     "training.mtp_loss_scaling_factor": Later("multi-token prediction"),
     "training.calculate_per_token_loss": Later("choosing another loss average"),
     "training.save_async": Later("saving while training goes on"),
     "training.profile": Later(_PROFILE),
-    "optimization.fix_router": Later("a fixed router"),
     "optimization.pre_tokens": Later("windows of fused attention"),
     "optimization.next_tokens": Later("windows of fused attention"),
     "optimization.gdn_chunk_size": Later("the gated delta rule's operators"),

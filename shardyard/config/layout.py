@@ -13,8 +13,7 @@ class Layout:
     """Sizes of the mesh dimensions.
 
     Dense parameters: ``world_size = pp x dp_replicate x fsdp x tp``; ``cp`` divides ``fsdp``, for the ranks
-    that share a sequence share the parameters too. Experts: ``ep x ep_fsdp`` ranks share them; 1 x 1 means
-    that they are sharded as every other parameter is.
+    that share a sequence share the parameters too. Experts: ``ep x ep_fsdp = fsdp x tp`` ranks share them.
     """
 
     world_size: int
@@ -32,15 +31,15 @@ class Layout:
         return self.dp_replicate * self.fsdp // self.cp
 
 
-def resolve_layout(parallel: ParallelConfig, world_size: int, pp: int = 1) -> Layout:
-    """The layout of ``parallel`` on ``world_size`` ranks; ``pp`` is the number of pipeline stages.
+def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+    """The layout of ``parallel`` on ``world_size`` ranks.
 
     Raises:
         UserError: the sizes do not fit; the message has both numbers and the nearest sizes that do.
     """
     if world_size < 1:
         raise UserError(f"the number of ranks must be at least 1, not {world_size}")
-    tp, cp = parallel.tp_size, parallel.cp_size
+    pp, tp, cp, ep = parallel.pp_size, parallel.tp_size, parallel.cp_size, parallel.ep_size
     if world_size % (pp * tp):
         near = _nearest_multiples(pp * tp, world_size)
         raise UserError(
@@ -64,12 +63,15 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, pp: int = 1) -> La
             f"parallel.cp_size: {cp} does not divide parallel.fsdp_size {fsdp}, which includes it; "
             f"{_nearest_divisors(fsdp, cp)}"
         )
-    experts = parallel.ep_size * parallel.ep_fsdp_size
-    stage = world_size // pp
-    if stage % experts:
+    if fsdp * tp % ep or (ep > 1 and ep % tp):
         raise UserError(
-            f"parallel.ep_size x parallel.ep_fsdp_size: {parallel.ep_size} x {parallel.ep_fsdp_size} = "
-            f"{experts} does not divide the {stage} ranks; {_nearest_divisors(stage, experts)}"
+            f"parallel.ep_size: {ep} does not divide the {fsdp * tp} ranks of fsdp {fsdp} x tp {tp}, or "
+            f"tp {tp} does not divide it; {_nearest_divisors(fsdp * tp, ep)}"
+        )
+    if parallel.ep_fsdp_size not in (1, fsdp * tp // ep):
+        raise UserError(
+            f"parallel.ep_fsdp_size: {parallel.ep_fsdp_size} x parallel.ep_size {ep} is not fsdp {fsdp} x "
+            f"tp {tp}; leave it at 1, which stands for {fsdp * tp // ep} here"
         )
     return Layout(
         world_size=world_size,
@@ -78,8 +80,8 @@ def resolve_layout(parallel: ParallelConfig, world_size: int, pp: int = 1) -> La
         fsdp=fsdp,
         cp=cp,
         tp=tp,
-        ep=parallel.ep_size,
-        ep_fsdp=parallel.ep_fsdp_size,
+        ep=ep,
+        ep_fsdp=fsdp * tp // ep,
     )
 
 

@@ -86,7 +86,7 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     ignored = _groups(owners, _outermost(_wrappable(chosen)))
     for group in ignored:
         # Whole on every rank, yet FSDP casts them and averages their gradients: replicas cannot drift apart.
-        shard(group, mesh=meshes.replicate, reshard_after_forward=False)
+        shard(group, mesh=meshes.whole, reshard_after_forward=False)
 
     whole = {module for group in ignored for member in group for module in member.modules()}
     blocks = [block for block in _select_blocks(model, parallel, "fsdp_modules") if block[1] not in whole]

@@ -9,6 +9,7 @@ from shardyard.config.sections.base import Section, setting
 LAYERS = ("model.layers.{*}",)
 EXPERTS = ("model.layers.{*}.mlp.experts",)
 DType = Literal["bf16", "fp16", "fp32"]
+Placement = Literal["shard_by_dim_0", "shard_by_dim_1"]
 
 
 class ParallelConfig(Section):
@@ -24,7 +25,25 @@ class ParallelConfig(Section):
     )
     ep_size: int = setting(1, "Ranks that share the experts (expert parallelism).", "专家并行数。", ge=1)
     ep_fsdp_size: int = setting(
-        1, "Ranks that shard each expert's parameters.", "每个专家参数的分片卡数。", ge=1
+        1,
+        "Ranks that shard each expert's parameters; 1 means what ep_size leaves of fsdp_size x tp_size.",
+        "每个专家参数的分片卡数；1 表示 fsdp_size x tp_size 除以 ep_size 所得。",
+        ge=1,
+    )
+    pp_size: int = setting(1, "Pipeline stages' ranks: each holds some of the layers.", "流水线并行数：每个进程持有一部分层。", ge=1)
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = setting(
+        "1f1b", "Order of the micro-batches in the pipeline.", "流水线中微批的执行顺序。"
+    )
+    pp_stages_per_rank: int | None = setting(
+        None,
+        "Stages that each pipeline rank holds. Null is 2 with interleaved_1f1b and 1 otherwise.",
+        "每个流水线进程持有的阶段数。null 在 interleaved_1f1b 时为 2，否则为 1。",
+        ge=1,
+    )
+    pp_layers_per_stage: tuple[int, ...] | None = setting(
+        None,
+        "Decoder layers of each stage, first to last. Null splits evenly, counting embedding and head.",
+        "各阶段的层数（从前到后）。null 表示把嵌入层与输出层计入后平均切分。",
     )
     cp_size: int = setting(1, "Ranks that share a sequence (context parallelism).", "上下文并行数。", ge=1)
     cp_type: Literal["ulysses", "ring", "kvallgather"] = setting(
@@ -46,16 +65,20 @@ class ParallelConfig(Section):
     reshard_after_forward: bool = setting(
         True, "Free the gathered parameters of a module after its forward.", "前向后释放聚集的参数。"
     )
-    shard_placement_fn: str | None = setting(
-        None, "Rule that chooses the dimension a parameter is sharded on.", "选择参数分片维度的规则。"
+    shard_placement_fn: Placement | None = setting(
+        None,
+        "Dimension on which a parameter is sharded; null is the first one.",
+        "参数分片所沿的维度；null 表示第一维。",
     )
-    efsdp_shard_placement_fn: str | None = setting(
-        "shard_by_dim_1", "The same rule for experts.", "专家参数的分片维度规则。"
+    efsdp_shard_placement_fn: Placement | Literal["auto"] = setting(
+        "auto",
+        "The same for experts (dimension 0 counts experts); auto takes the one that wastes least.",
+        "专家参数的分片维度（第 0 维为专家数）；auto 选择浪费最少的维度。",
     )
     hook_modules: tuple[str, ...] = setting(
         LAYERS,
-        "Owners of the hooks of the custom implementation; accepted.",
-        "custom 实现的钩子所在模块（兼容保留）。",
+        "Refused when changed: each sharded unit carries its own hooks, whatever fsdp_implementation says.",
+        "修改即拒绝：无论 fsdp_implementation 为何，每个分片单元自带钩子。",
     )
     fsdp_implementation: Literal["custom", "native"] = setting(
         "native", "Both names run the same code.", "两个名称执行同一实现。"
