@@ -1,0 +1,1 @@
+"""Expert parallelism: where experts live, how tokens reach them, and what their routers are told."""
