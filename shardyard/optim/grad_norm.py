@@ -12,36 +12,31 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardyard.parallel import local
 
-def owned_square_sum(parameters: Iterable[torch.nn.Parameter], rank: int) -> float:
+
+def owned_square_sum(owned: Iterable[torch.nn.Parameter]) -> float:
     """The squares of the gradient elements that this rank answers for; one read-back from the device.
 
-    A shard belongs to the rank that holds it; of equal replicas the first one counts. Norms of tensors are
-    fp32 on the
-    device (not every device has fp64), their squares are added in fp64 here.
+    A shard belongs to the rank that holds it; of equal replicas the first one counts, so ``owned`` are the
+    parameters for which `parallel.answers_for` holds. Norms of tensors are fp32 on the device (not every
+    device has fp64), their squares are added in fp64 here.
+
+    Raises:
+        RuntimeError: a gradient is still a partial sum.
     """
     norms = [
-        torch.linalg.vector_norm(local(parameter.grad).float())
-        for parameter in parameters
-        if parameter.grad is not None and _answers_for(parameter.grad, rank)
+        torch.linalg.vector_norm(local(gradient).float())
+        for parameter in owned
+        if (gradient := parameter.grad) is not None and _is_summed(gradient)
     ]
     return float(torch.stack(norms).cpu().double().square().sum()) if norms else 0.0
 
 
-def _answers_for(grad: torch.Tensor, rank: int) -> bool:
-    if not isinstance(grad, DTensor):
-        return rank == 0
-    if any(placement.is_partial() for placement in grad.placements):
+def _is_summed(gradient: torch.Tensor) -> bool:
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         raise RuntimeError("a gradient is still a partial sum when its norm is taken")
-    coordinate = grad.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(
-        c == 0 for c, placement in zip(coordinate, grad.placements, strict=True) if placement.is_replicate()
-    )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return True
 
 
 @torch.no_grad()

@@ -2,7 +2,22 @@
 
 from shardyard.parallel.apply import apply_parallelism
 from shardyard.parallel.fsdp import Precision
+from shardyard.parallel.gradients import GradientSums
 from shardyard.parallel.meshes import Meshes, build_meshes
+from shardyard.parallel.ownership import answers_for, local
 from shardyard.parallel.patterns import matches, select, select_modules
+from shardyard.parallel.replicas import check_replicas
 
-__all__ = ["Meshes", "Precision", "apply_parallelism", "build_meshes", "matches", "select", "select_modules"]
+__all__ = [
+    "GradientSums",
+    "Meshes",
+    "Precision",
+    "answers_for",
+    "apply_parallelism",
+    "build_meshes",
+    "check_replicas",
+    "local",
+    "matches",
+    "select",
+    "select_modules",
+]

@@ -54,7 +54,7 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     chosen = select_modules(model, parallel.ignored_modules, key="parallel.ignored_modules")
     ignored = _groups(owners, outermost(wrappable(chosen)))
     for group in ignored:
-        # Whole on every rank, yet FSDP casts them and averages their gradients: replicas cannot drift apart.
+        # Whole on every rank, yet FSDP casts them and sums their gradients: replicas cannot drift apart.
         shard(group, mesh=meshes.whole, reshard_after_forward=False)
 
     whole = {module for group in ignored for member in group for module in member.modules()}
@@ -63,7 +63,19 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     for group in groups:
         shard(group, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard_after_forward)
     shard(model, mesh=meshes.fsdp)
+    _sum_gradients(model)
     _set_prefetch([group[0] for group in reversed(groups)], parallel)
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Gradients are summed over ranks, not averaged: the loss is normalised by the global token count.
+
+    Both switches are needed: the factor alone makes torch ask NCCL for a pre-multiplied sum, which gloo lacks.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 Owners = dict[nn.Parameter, list[nn.Module]]

@@ -26,6 +26,7 @@ from shardyard.data.types import IGNORE_INDEX
 from shardyard.device import Device, ProcessGroup
 from shardyard.errors import UserError
 from shardyard.monitor import ALL_SETS, EvalResult, EvalScore
+from shardyard.parallel import Meshes
 from shardyard.train.step import forward_parts
 
 _FILLER_TOKEN = 0
@@ -62,14 +63,14 @@ class Evaluator:
         device: Device,
         sets: Sequence[EvalSet],
         *,
-        dp_rank: int,
-        dp_size: int,
+        meshes: Meshes,
         per_device: int,
         packed: bool,
     ) -> None:
         _check_names([eval_set.name for eval_set in sets])
         self.model, self.group, self.device, self.packed = model, group, device, packed
-        self._shares = [self._share(eval_set, dp_rank, dp_size, per_device) for eval_set in sets]
+        self.meshes = meshes
+        self._shares = [self._share(eval_set, per_device) for eval_set in sets]
 
     def evaluate(self) -> EvalResult:
         """The scores of all sets.
@@ -80,9 +81,10 @@ class Evaluator:
         with torch.no_grad(), _evaluation_mode(self.model), _generators_kept(self.device):
             return EvalResult({share.name: self._score(share) for share in self._shares})
 
-    def _share(self, eval_set: EvalSet, dp_rank: int, dp_size: int, per_device: int) -> _Share:
+    def _share(self, eval_set: EvalSet, per_device: int) -> _Share:
         samples = eval_set.samples
         rows = Units.singles(np.arange(len(samples), dtype=np.int64))
+        dp_rank, dp_size = self.meshes.dp_rank, self.meshes.dp_size
         split = split_over_ranks(rows, dp_rank=dp_rank, dp_size=dp_size, per_device=per_device)
         batches = [[row for unit in batch for row in unit] for batch in split]
         labelled = tokens = 0
@@ -93,7 +95,9 @@ class Evaluator:
             tokens += sum(len(sample.input_ids) for sample in read)
             documents.append(max(1, sum(len(sample.doc_lens) for sample in read)))
         # Packed rows need one forward whatever they hold, and no long list has to be exchanged.
-        counts = self.group.gather([labelled, tokens, *([] if self.packed else documents)])
+        # Ranks that share a batch have the same rows; one of them counts them.
+        mine = [labelled, tokens] if self.meshes.leads_batch else [0, 0]
+        counts = self.group.gather([*mine, *([] if self.packed else documents)])
         forwards = [1] * len(batches) if self.packed else counts[:, 2:].max(0).values.int().tolist()
         if not counts[:, 0].sum():
             raise UserError(
@@ -107,8 +111,8 @@ class Evaluator:
 
     def _score(self, share: _Share) -> EvalScore:
         started = time.perf_counter()
-        sums = self.group.gather([self._loss_sum(share)])
-        # As in the step: ranks that shared a batch would count it more than once; none do yet.
+        loss_sum = self._loss_sum(share)
+        sums = self.group.gather([loss_sum if self.meshes.counts_loss else 0.0])
         return EvalScore(float(sums.sum()), share.labelled, share.tokens, time.perf_counter() - started)
 
     def _loss_sum(self, share: _Share) -> float:

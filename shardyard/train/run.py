@@ -126,7 +126,7 @@ def _assemble(
         check_exportable(built.model, source_dir=_source_of(config, built), tokenizer=tokenizer)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
     step = TrainStep(
-        built.model, optimizer, group, device, dp_size=meshes.dp_size, max_grad_norm=training.max_grad_norm,
+        built.model, optimizer, group, device, meshes=meshes, max_grad_norm=training.max_grad_norm,
         on_nonfinite=training.on_nonfinite, packed=built.unpacked is None, seed=training.seed,
     )  # fmt: skip
     batches = BatchLoader(
@@ -173,7 +173,7 @@ def _evaluator(
         return None
     training = config.training
     return Evaluator(
-        built.model, group, device, data.evals, dp_rank=meshes.dp_rank, dp_size=meshes.dp_size,
+        built.model, group, device, data.evals, meshes=meshes,
         per_device=training.per_device_eval_batch_size or training.per_device_train_batch_size,
         packed=built.unpacked is None,
     )  # fmt: skip

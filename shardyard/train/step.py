@@ -16,6 +16,7 @@ import torch
 from shardyard.data.types import IGNORE_INDEX, MicroBatch
 from shardyard.device import Device, ProcessGroup
 from shardyard.optim import clip_gradients, owned_square_sum, set_lr
+from shardyard.parallel import GradientSums, Meshes, answers_for
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class TrainStep:
     """Runs one `StepBatch` share through model and optimizer.
 
     Two small collectives a step: one of counts before the forwards, one of loss, norm and memory after the
-    backwards.
-    Gradients are reduced once, in the backward of the last forward.
+    backwards. Gradients are reduced once, in the backward of the last forward. Every reduction is a sum: the
+    loss is divided by the global number of labelled tokens before the backward, and by nothing else.
     """
 
     def __init__(
@@ -63,16 +64,18 @@ class TrainStep:
         group: ProcessGroup,
         device: Device,
         *,
-        dp_size: int,
+        meshes: Meshes,
         max_grad_norm: float,
         on_nonfinite: str = "stop",
         packed: bool = True,
         seed: int = 0,
     ) -> None:
         self.model, self.optimizer, self.group, self.device = model, optimizer, group, device
-        self.dp_size, self.max_grad_norm, self.on_nonfinite = dp_size, max_grad_norm, on_nonfinite
+        self.meshes, self.max_grad_norm, self.on_nonfinite = meshes, max_grad_norm, on_nonfinite
         self.packed, self.seed = packed, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.sum_gradients = GradientSums(self.parameters, meshes)
+        self.owned = [p for p in self.parameters if answers_for(p, meshes)]
 
     def __call__(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
         """Update number ``step`` (from 1) with learning rate ``lr``.
@@ -102,15 +105,17 @@ class TrainStep:
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> _Counts:
         documents = [1 if self.packed else len(batch.doc_lens) for batch in micro_batches]
-        labelled = sum(batch.num_labelled for batch in micro_batches)
-        tokens = sum(batch.num_tokens for batch in micro_batches)
+        # Ranks that share a batch (cp, tp, pp) have the same micro-batches; one of them counts them.
+        counted = micro_batches if self.meshes.leads_batch else ()
+        labelled = sum(batch.num_labelled for batch in counted)
+        tokens = sum(batch.num_tokens for batch in counted)
         rows = self.group.gather([labelled, tokens, *documents])
         forwards = rows[:, 2:].max(0).values.int().tolist()
         return _Counts(int(rows[:, 0].sum()), int(rows[:, 1].sum()), tuple(forwards))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], counts: _Counts) -> list[torch.Tensor]:
-        """Loss sums, one per micro-batch. The factor undoes FSDP's averaging over ``dp_size`` ranks."""
-        factor = self.dp_size / counts.labelled
+        """Loss sums, one per micro-batch. Gradients are sums over ranks, so 1/N is the only factor."""
+        factor = 1.0 / counts.labelled
         losses = []
         last = len(micro_batches) - 1
         for index, (batch, forwards) in enumerate(zip(micro_batches, counts.forwards, strict=True)):
@@ -119,9 +124,10 @@ class TrainStep:
             for number, part in enumerate(parts):
                 self.model.set_requires_gradient_sync(index == last and number == len(parts) - 1)
                 loss = self.model(**part)
-                (loss * factor).backward()
+                (loss / counts.labelled).backward()
                 sums.append(loss.detach())
             losses.append(torch.stack(sums).sum())
+        self.sum_gradients()
         return losses
 
     def _conclude(
@@ -133,10 +139,9 @@ class TrainStep:
         per_batch = torch.stack(losses).cpu().double()  # the only wait for the device before the norm
         finite = torch.isfinite(per_batch)
         first_bad = -1 if bool(finite.all()) else int((~finite).int().argmax())
-        square = owned_square_sum(self.parameters, self.group.rank)
-        rows = self.group.gather([float(per_batch.sum()), square, first_bad, *self.device.peak_memory()])
-        # Ranks that share a batch (tensor parallel) would count it more than once; data parallel ranks are
-        # all there is.
+        square = owned_square_sum(self.owned)
+        loss_sum = float(per_batch.sum()) if self.meshes.counts_loss else 0.0
+        rows = self.group.gather([loss_sum, square, first_bad, *self.device.peak_memory()])
         loss = float(rows[:, 0].sum()) / counts.labelled
         norm = math.sqrt(total) if (total := float(rows[:, 1].sum())) >= 0 else math.nan
         result = StepResult(

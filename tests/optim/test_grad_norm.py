@@ -10,13 +10,16 @@ import pytest
 def norm_of_known_gradients(fsdp):
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+    from shardyard.config.layout import Layout
     from shardyard.optim import clip_gradients, owned_square_sum
+    from shardyard.parallel import answers_for, build_meshes
 
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // fsdp, fsdp), mesh_dim_names=("replicate", "shard"))
+    layout = Layout(world, pp=1, dp_replicate=world // fsdp, fsdp=fsdp, cp=1, tp=1, ep=1, ep_fsdp=fsdp)
+    meshes = build_meshes(layout, "cpu")
+    mesh = meshes.dense["dp_replicate", "fsdp"]
     parameters = []
     # Rows that no number of ranks divides, a vector, a tensor replicated everywhere, one without a gradient.
     for shape, placements in (
@@ -33,7 +36,7 @@ def norm_of_known_gradients(fsdp):
     plain = torch.nn.Parameter(torch.zeros(2))
     plain.grad = torch.tensor([3.0, 4.0])
     parameters.append(plain)
-    total = torch.tensor(owned_square_sum(parameters, dist.get_rank()))
+    total = torch.tensor(owned_square_sum(p for p in parameters if answers_for(p, meshes)))
     dist.all_reduce(total)
     norm = math.sqrt(float(total))
     clip_gradients(parameters, norm, 1.0)

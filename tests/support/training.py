@@ -80,7 +80,7 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     group = ProcessGroup(dist.HashStore(), dist.get_rank(), dist.get_world_size())
     step = TrainStep(
         built.model, build_optimizer(built.model, training), group, device,
-        dp_size=meshes.dp_size, max_grad_norm=training.max_grad_norm, on_nonfinite=training.on_nonfinite,
+        meshes=meshes, max_grad_norm=training.max_grad_norm, on_nonfinite=training.on_nonfinite,
         packed=built.unpacked is None if recipe.packed is None else recipe.packed, seed=training.seed,
     )  # fmt: skip
     return built, step, meshes

@@ -32,7 +32,7 @@ def evaluator_of(
 
     return Evaluator(
         built.model, step.group, step.device, [EvalSet(name, samples) for name, samples in sets.items()],
-        dp_rank=meshes.dp_rank, dp_size=meshes.dp_size, per_device=per_device,
+        meshes=meshes, per_device=per_device,
         packed=built.unpacked is None if packed is None else packed,
     )  # fmt: skip
 

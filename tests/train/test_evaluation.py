@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,9 +140,10 @@ def stub_evaluator(losses_by_row: dict[int, float], sets: dict[str, Any], per_de
 
     eval_sets = [EvalSet(name, samples_of(rows)) for name, rows in sets.items()]
     group = group or StubGroup()
+    alone: Any = SimpleNamespace(dp_rank=0, dp_size=1, leads_batch=True, counts_loss=True)
     return Evaluator(
         Stub(), group, Device("cpu"), eval_sets,
-        dp_rank=0, dp_size=1, per_device=per_device, packed=True,
+        meshes=alone, per_device=per_device, packed=True,
     )  # fmt: skip
 
 

@@ -1,0 +1,34 @@
+"""What is known of model families: which were measured, and what their own plans leave out."""
+
+from __future__ import annotations
+
+# Gradients of every parameter equal those of one process (tests/parallel/test_tensor_families.py). Others are refused:
+# a layer that mixes what a plan splits, or tokens that lie on different ranks, would give wrong numbers in silence.
+MEASURED = frozenset(
+    "cohere2 deepseek_v3 gemma3_text glm4 glm4_moe gpt_oss llama mistral mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe "
+    "smollm3 starcoder2".split()
+)
+
+# Added to the family's own plan, in its notation; names that a model lacks are passed over.
+_ATTENTION = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+ADAPTERS: dict[str, dict[str, str]] = {
+    # Latent attention: heads begin behind the second projections; what is before them is computed whole by each rank.
+    "deepseek_v3": {
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.q_b_proj": "colwise",
+        "model.layers.*.self_attn.kv_b_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+    },
+    "gpt_oss": _ATTENTION,
+}
+
+# Parameters of an attention with one number per head, which the split heads take a slice of.
+PER_HEAD = {"gpt_oss": ("sinks",)}
+
+# Settings of a config that are dropout of a region's output: each rank would drop other elements of its partial sums.
+DROPOUT_OF_PARTIAL_SUMS = ("residual_dropout", "resid_pdrop")

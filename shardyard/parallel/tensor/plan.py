@@ -1,0 +1,103 @@
+"""Which layers tensor parallelism splits, and where a rank needs the whole sequence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn as nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from shardyard.config import ParallelConfig
+from shardyard.errors import UserError
+from shardyard.parallel.patterns import select
+from shardyard.parallel.tensor.families import ADAPTERS, DROPOUT_OF_PARTIAL_SUMS, MEASURED, PER_HEAD
+
+COLWISE, ROWWISE = "colwise", "rowwise"
+_ATTENTION = "self_attn"
+
+
+@dataclass
+class Region:
+    """A module whose input is the whole sequence: all but the names of its split layers, full names.
+
+    Without split layers each rank computes the whole and keeps its slice of the output.
+    """
+
+    name: str
+    colwise: list[str] = field(default_factory=list)
+    rowwise: list[str] = field(default_factory=list)
+    per_head: tuple[str, ...] = ()
+    """The region's own parameters that are used in slices, one number per head."""
+
+    @property
+    def is_split(self) -> bool:
+        return bool(self.colwise)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Regions in the order of the model; the names of the embedding and the head, None where a stage has none."""
+
+    regions: list[Region]
+    embedding: str | None
+    head: str | None
+
+
+def plan_tensor_parallel(model: PreTrainedModel, parallel: ParallelConfig) -> TensorPlan:
+    """The model's own plan, what our adapters add to it, and the user's patterns on top.
+
+    Raises:
+        UserError: a family that was not measured, sizes that tp_size does not divide, a pattern that splits what
+            cannot be split.
+    """
+    _refuse_unmeasured(model, parallel)
+    styles = _styles(model)
+    _check_patterns(model, parallel, styles)
+    regions: dict[str, Region] = {}
+    for name, _ in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        if leaf == _ATTENTION:
+            regions[name] = Region(name)
+        style = styles.get(name)
+        if style in (COLWISE, ROWWISE):
+            region = regions.setdefault(parent, Region(parent))
+            (region.colwise if style == COLWISE else region.rowwise).append(name)
+    for region in regions.values():
+        if region.is_split and region.name.endswith(_ATTENTION):
+            region.per_head = PER_HEAD.get(model.config.model_type, ())
+    plan = TensorPlan(list(regions.values()), *_vocabulary(model))
+    _refuse_uneven(model, plan, parallel.tp_size)
+    return plan
+
+
+def _refuse_unmeasured(model: PreTrainedModel, parallel: ParallelConfig) -> None:
+    config: Any = model.config
+    key = f"parallel.tp_size: {parallel.tp_size}"
+    if config.model_type not in MEASURED:
+        raise UserError(
+            f"{key} splits layers of families that were measured to give the same gradients, and "
+            f"{config.model_type!r} is none of them ({', '.join(sorted(MEASURED))}); use parallel.fsdp_size instead"
+        )
+    for name in DROPOUT_OF_PARTIAL_SUMS:
+        if getattr(config, name, None):
+            raise UserError(
+                f"{key} cannot drop the same elements on every rank; set model.config_overrides: {{{name}: 0.0}}"
+            )
+    attention = config._attn_implementation
+    if attention in ALL_MASK_ATTENTION_FUNCTIONS and attention not in ("flash_attention_2", "flash_attention_3"):
+        known = sorted(set(ALL_ATTENTION_FUNCTIONS.valid_keys()) - set(ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()))
+        raise UserError(
+            f"{key}: the attention {attention!r} takes a mask, which is made from one rank's tokens; leave "
+            f"model.attn_implementation out (it may be {', '.join(known)})"
+        )
+
+
+def _styles(model: PreTrainedModel) -> dict[str, str]:
+    """Full name of a module -> its style in the family's plan or in our adapter."""
+    plan = {**(model.tp_plan or {}), **ADAPTERS.get(model.config.model_type, {})}
+    names = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
+    return {name: plan[general] for name, general in names.items() if general in plan}
