@@ -115,7 +115,6 @@ class TrainStep:
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], counts: _Counts) -> list[torch.Tensor]:
         """Loss sums, one per micro-batch. Gradients are sums over ranks, so 1/N is the only factor."""
-        factor = 1.0 / counts.labelled
         losses = []
         last = len(micro_batches) - 1
         for index, (batch, forwards) in enumerate(zip(micro_batches, counts.forwards, strict=True)):
