@@ -1,14 +1,15 @@
 """Which tokens of a micro-batch a rank holds, and the padding that makes them divide.
 
-A micro-batch is documents end to end, [1, T]. Context parallelism gives each of ``cp`` ranks a part of its tokens:
+A micro-batch is documents end to end, [1, T]. Context parallelism gives each of ``cp`` ranks a part of its
+tokens:
 
 - contiguous (``ulysses``): rank r holds the r-th of cp equal stretches;
 - head-tail (``ring``, ``kvallgather``): each document is cut into 2 cp chunks and rank r holds chunks r and
-  2 cp - 1 - r of each, in that order. A later query has more keys, so this gives every rank the same number of scores.
+  2 cp - 1 - r of each, in that order. A later query sees more keys; so every rank has the same work.
 
-Padding is at the end of a document or a dummy document at the end of all; causal attention per document shows neither
-to a real token. Tensor parallelism needs a number of tokens that it divides, and a pipeline the same number in every
-micro-batch of a step; both are met by dummy documents.
+Padding is at the end of a document or a dummy document at the end of all, which causal attention per document
+never shows to a real token. Tensor parallelism needs a number of tokens that it divides, and a pipeline the
+same number in every micro-batch of a step; both are met by dummy documents.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SequenceLayout:
         return _multiple(math.ceil(sum(self._padded(doc_lens)) / self.cp_size), self.unit)
 
     def share(self, doc_lens: Sequence[int], local_tokens: int | None = None) -> SequenceShare:
-        """This rank's share of a micro-batch, padded to exactly ``local_tokens`` on each rank if that is given.
+        """This rank's share of a micro-batch, padded to exactly ``local_tokens`` on each rank if given.
 
         Raises:
             ValueError: ``local_tokens`` is less than the documents need, or ``unit`` does not divide it.
@@ -98,7 +99,7 @@ class SequenceShare:
     real_lens: tuple[int, ...] = field(repr=False)
     """The documents of the data."""
     doc_lens: tuple[int, ...]
-    """The documents as attention sees them, over all ranks of the sequence: padded, and dummies after them."""
+    """The documents as attention sees them, of all the sequence's ranks: padded, and dummies after them."""
     local_tokens: int
 
     @property
@@ -107,21 +108,21 @@ class SequenceShare:
         return self.layout.cp_size == 1 and self.doc_lens == self.real_lens
 
     def cut(self, row: torch.Tensor, fill: int) -> torch.Tensor:
-        """[1, T] -> [1, T_local]: this rank's tokens in the order it holds them, ``fill`` where there is padding."""
+        """[1, T] -> [1, T_local]: this rank's tokens in the order it holds them, padding is ``fill``."""
         if self.is_whole:
             return row
         anchor, _, real = self._table.on(row.device)
         return torch.where(real, row[:, anchor], fill)
 
     def cut_positions(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """[1, T] -> [1, T_local]: the data's own; they go on in a document's padding and are 0, 1, ... in a dummy."""
+        """[1, T] -> [1, T_local]: the data's own; going on in a document's padding, 0, 1, ... in a dummy."""
         if self.is_whole:
             return position_ids
         anchor, offset, _ = self._table.on(position_ids.device)
         return torch.where(anchor < 0, offset, position_ids[:, anchor] + offset)
 
     def restore(self, parts: torch.Tensor) -> torch.Tensor:
-        """[cp, 1, T_local, ...], the tokens of each rank -> [1, T, ...], in the data's order and without padding."""
+        """[cp, 1, T_local, ...], each rank's tokens -> [1, T, ...], in the data's order, without padding."""
         everything = parts.transpose(0, 1).flatten(1, 2)
         return everything if self.is_whole else everything[:, self._table.place.to(parts.device)]
 
@@ -148,9 +149,9 @@ class SequenceShare:
 class _Table:
     """Where this rank's tokens come from, and where the data's are.
 
-    ``anchor`` [T_local]: the token in the data, a document's last one for its padding, -1 in a dummy; ``offset``
-    [T_local]: how far behind it (in a dummy: behind its start); ``real`` [T_local]; ``place`` [T]: where a token of
-    the data is in the ranks' parts laid end to end.
+    ``anchor`` [T_local]: the token in the data, a document's last one for its padding, -1 in a dummy;
+    ``offset`` [T_local]: how far behind it (in a dummy: behind its start); ``real`` [T_local]: tokens of the
+    data; ``place`` [T]: where each of those is in the ranks' parts laid end to end.
     """
 
     anchor: torch.Tensor
