@@ -31,4 +31,4 @@ ADAPTERS: dict[str, dict[str, str]] = {
 PER_HEAD = {"gpt_oss": ("sinks",)}
 
 # Settings of a config that are dropout of a region's output: each rank would drop other elements of its partial sums.
-DROPOUT_OF_PARTIAL_SUMS = ("residual_dropout", "resid_pdrop")
+DROPOUT_OF_PARTIAL_SUMS = ("residual_dropout",)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.nn as nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from shardyard.config import ParallelConfig
@@ -87,12 +86,11 @@ def _refuse_unmeasured(model: PreTrainedModel, parallel: ParallelConfig) -> None
             raise UserError(
                 f"{key} cannot drop the same elements on every rank; set model.config_overrides: {{{name}: 0.0}}"
             )
-    attention = config._attn_implementation
-    if attention in ALL_MASK_ATTENTION_FUNCTIONS and attention not in ("flash_attention_2", "flash_attention_3"):
-        known = sorted(set(ALL_ATTENTION_FUNCTIONS.valid_keys()) - set(ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()))
+    attention = str(config._attn_implementation)
+    if attention in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys() and not attention.startswith("flash"):
         raise UserError(
-            f"{key}: the attention {attention!r} takes a mask, which is made from one rank's tokens; leave "
-            f"model.attn_implementation out (it may be {', '.join(known)})"
+            f"{key}: the attention {attention!r} takes a mask, and a rank would make it from its own tokens only; "
+            "leave model.attn_implementation out"
         )
 
 
@@ -101,3 +99,56 @@ def _styles(model: PreTrainedModel) -> dict[str, str]:
     plan = {**(model.tp_plan or {}), **ADAPTERS.get(model.config.model_type, {})}
     names = {name: re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
     return {name: plan[general] for name, general in names.items() if general in plan}
+
+
+def _check_patterns(model: PreTrainedModel, parallel: ParallelConfig, styles: dict[str, str]) -> None:
+    """Patterns that the user wrote may name what is split anyway; nothing else is known to be right."""
+    linears = [name for name, module in model.named_modules() if _is_linear(module)]
+    for key, style in (("tp_colwise", COLWISE), ("tp_rowwise", ROWWISE)):
+        patterns = getattr(parallel, key)
+        if patterns == type(parallel).model_fields[key].get_default(call_default_factory=True):
+            continue
+        for name in select(patterns, linears, key=f"parallel.{key}"):
+            if styles.get(name) != style:
+                splittable = sorted(
+                    {re.sub(r"\d+", "{*}", n) for n, found in styles.items() if found == style}
+                )
+                raise UserError(
+                    f"parallel.{key}: {name} cannot be split so in a {model.config.model_type!r} model; "
+                    f"name some of {', '.join(splittable) or 'nothing'}"
+                )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """By what is asked of it: quantised layers are of other classes."""
+    return hasattr(module, "in_features") and hasattr(module, "out_features")
+
+
+def _vocabulary(model: PreTrainedModel) -> tuple[str | None, str | None]:
+    """Names of the embedding and of the head; a pipeline stage has an identity where it has none."""
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return (
+        names[embedding] if isinstance(embedding, nn.Embedding) else None,
+        names[head] if head is not None and _is_linear(head) else None,
+    )
+
+
+def _refuse_uneven(model: PreTrainedModel, plan: TensorPlan, tp_size: int) -> None:
+    """Each rank gets as many heads, inner features and words as every other."""
+    config: Any = model.config
+    sizes: dict[str, int] = {}
+    if plan.embedding or plan.head:
+        sizes["vocab_size"] = config.vocab_size
+    for region in plan.regions:
+        if region.is_split and region.name.endswith(_ATTENTION):
+            sizes["num_attention_heads"] = config.num_attention_heads
+            sizes["num_key_value_heads"] = config.num_key_value_heads
+        for name in region.rowwise:
+            sizes[f"the input of {name}"] = int(model.get_submodule(name).in_features)
+    for name, size in sizes.items():
+        if size % tp_size:
+            raise UserError(
+                f"parallel.tp_size: {tp_size} does not divide {size}, {name} of this {config.model_type!r} model; "
+                f"sizes that do: {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+            )

@@ -1,0 +1,17 @@
+"""Every parameter's gradient, split over tensor-parallel ranks, against the library's own model on one process."""
+
+from __future__ import annotations
+
+import pytest
+from support.training import largest_relative_difference
+from parallel.tensor_models import CASES, reference_gradients, split_gradients, uneven_rows, write_model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tp2(case, tmp_path, ranks):
+    folder = write_model(tmp_path / "model", case)
+    rows = uneven_rows()
+    loss, reference = reference_gradients(folder, rows)
+    for ours, gradients in ranks.run(2, split_gradients, folder, rows, tp_size=2):
+        assert ours == pytest.approx(loss, rel=1e-6)
+        assert largest_relative_difference(gradients, reference) < 1e-5
