@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
@@ -25,7 +27,13 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from shardyard.config import ParallelConfig
 from shardyard.device import Device
 from shardyard.errors import UserError
+from shardyard.ops.vocabulary import cross_entropy_sum, gather_vocabulary
 from shardyard.parallel import Meshes, apply_parallelism
+from shardyard.parallel.experts.routing import Routing
+from shardyard.parallel.sequence import SequenceLayout, SequenceShare
+
+IGNORE_INDEX = -100
+"""The label of a position that is not trained."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,13 @@ class Placement:
     parallel: ParallelConfig
     meshes: Meshes
     device: Device
+
+    @cached_property
+    def sequence(self) -> SequenceLayout:
+        """How this rank shares the tokens of a micro-batch with others."""
+        meshes, cp = self.meshes, self.meshes.layout.cp
+        group = meshes.cp.get_group() if cp > 1 else None
+        return SequenceLayout(cp, meshes.cp_rank, self.parallel.cp_type, meshes.layout.tp, group)
 
     @property
     def distributed_config(self) -> DistributedConfig:
@@ -46,6 +61,8 @@ class TrainableCausalLM:
     """Mixed in before a transformers class; see the module's docstring."""
 
     placement: Placement
+    routing: Routing | None = None
+    """Set once the model is built; None for one without routers."""
 
     @classmethod
     def prepare_distribute_model(
@@ -75,26 +92,55 @@ class TrainableCausalLM:
         position_ids: torch.Tensor,
         labels: torch.Tensor | None = None,
         doc_lens: tuple[int, ...] | None = None,
+        is_filler: bool = False,
     ) -> torch.Tensor:
-        """The sum of the cross entropy over labelled positions, fp32 [].
+        """This rank's part of the sum of the cross entropy over labelled positions, fp32 [].
 
-        ``input_ids``, ``position_ids``, ``labels`` are [1, T]; labels are targets, shifted already, -100
-        where nothing
-        is trained. Logits exist at labelled positions only. With ``labels`` None: all logits [1, T, V].
+        ``input_ids``, ``position_ids``, ``labels`` are the micro-batch, [1, T], the same on all ranks that
+        share it; labels are targets, shifted already, -100 where nothing is trained. Each cp rank sums over
+        its own tokens, all tp ranks get the same number. Logits exist at labelled positions only. With
+        ``labels`` None: all logits [1, T, V], on every rank. A filler's tokens count for no router.
         """
-        keep = torch.nonzero(labels[0] != -100).squeeze(-1) if labels is not None else 0
-        extra: dict[str, Any] = {"doc_lens": doc_lens} if doc_lens is not None else {}
+        share = self.placement.sequence.share(doc_lens or (input_ids.shape[1],))
+        extra: dict[str, Any] = share.attention_kwargs() if doc_lens is not None else {}
+        targets = None if labels is None else share.cut(labels, IGNORE_INDEX)[0]
+        keep = 0 if targets is None else torch.nonzero(targets != IGNORE_INDEX).squeeze(-1)
         keeps = _keeps_logits(type(self))
         if keeps:
             extra["logits_to_keep"] = keep
-        outputs = super().forward(  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra
-        )
-        if labels is None:
-            return outputs.logits
+        with self._routed(share, input_ids.device, is_filler):
+            outputs = super().forward(  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+                input_ids=share.cut(input_ids, 0), position_ids=share.cut_positions(position_ids),
+                use_cache=False, **extra,
+            )  # fmt: skip
+        if targets is None:
+            return self._whole(outputs.logits, share)
         assert isinstance(keep, torch.Tensor)
         logits = outputs.logits[0] if keeps else outputs.logits[0].index_select(0, keep)
-        return F.cross_entropy(logits.float(), labels[0].index_select(0, keep), reduction="sum")
+        return cross_entropy_sum(logits, targets.index_select(0, keep), self.placement.meshes.tp_group)
+
+    def _routed(
+        self, share: SequenceShare, device: torch.device, is_filler: bool
+    ) -> AbstractContextManager[None]:
+        """What the routers of a training forward learn: which document each of their tokens belongs to."""
+        if self.routing is None or not self.training:  # pyright: ignore[reportAttributeAccessIssue]
+            return nullcontext()
+        lengths = torch.tensor(share.real_lens)
+        row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
+        documents = share.cut(torch.full_like(row, -1) if is_filler else row, -1)[0].to(device)
+        tp = self.placement.meshes.layout.tp
+        mine = documents.chunk(tp)[self.placement.meshes.tp_rank] if tp > 1 else documents
+        return self.routing.forward(mine, len(share.real_lens))
+
+    def _whole(self, logits: torch.Tensor, share: SequenceShare) -> torch.Tensor:
+        """[1, T_local, V/tp] of this rank -> [1, T, V] of the micro-batch."""
+        meshes = self.placement.meshes
+        logits = gather_vocabulary(logits, meshes.tp_group)
+        parts = [logits]
+        if meshes.layout.cp > 1:
+            parts = [torch.empty_like(logits) for _ in range(meshes.layout.cp)]
+            dist.all_gather(parts, logits.contiguous(), group=meshes.cp.get_group())
+        return share.restore(torch.stack(parts))
 
 
 @functools.cache

@@ -5,23 +5,31 @@ The model arrives on the meta device, before its weights are read, and leaves wi
 
 from __future__ import annotations
 
-import torch.nn as nn
+from typing import Any
 
 from shardyard.config import ParallelConfig
 from shardyard.device import Device
+from shardyard.parallel.experts.split import apply_expert_parallel
 from shardyard.parallel.fsdp import apply_fsdp
 from shardyard.parallel.meshes import Meshes
 from shardyard.parallel.recompute import apply_recompute
+from shardyard.parallel.tensor import apply_tensor_parallel
 
 
-def apply_parallelism(
-    model: nn.Module, parallel: ParallelConfig, meshes: Meshes, device: Device
-) -> nn.Module:
-    """Recompute, then FSDP2. TP, EP, CP and compile take their places here when they come.
+def apply_parallelism(model: Any, parallel: ParallelConfig, meshes: Meshes, device: Device) -> Any:
+    """Split layers, split experts, what is computed again, shards.
+
+    Context parallelism is not here: it changes no module, only what a rank's forward reads and how its
+    attention works (parallel/sequence.py, ops/context). Pipeline stages are cut when a model is constructed
+    (parallel/pipeline).
 
     Raises:
-        UserError: a list of patterns that matches nothing.
+        UserError: a list of patterns that matches nothing, or a model that cannot be split as asked.
     """
+    if meshes.layout.tp > 1:
+        apply_tensor_parallel(model, parallel, meshes)
+    if meshes.layout.ep > 1:
+        apply_expert_parallel(model, parallel, meshes)
     apply_recompute(model, parallel)
     apply_fsdp(model, parallel, meshes, device)
     return model

@@ -179,17 +179,20 @@ def forward_parts(batch: MicroBatch, forwards: int, *, device: Device, packed: b
         tensor.to(device.torch_device, non_blocking=True)[None]
         for tensor in (batch.input_ids, batch.labels, batch.position_ids)
     )
+    filler = not batch.sample_ids
     if packed:
-        return [{"input_ids": ids, "labels": labels, "position_ids": positions, "doc_lens": batch.doc_lens}]
+        whole = {"input_ids": ids, "labels": labels, "position_ids": positions, "doc_lens": batch.doc_lens}
+        return [whole | {"is_filler": filler}]
     columns = zip(ids.split(batch.doc_lens, 1), labels.split(batch.doc_lens, 1),
                   positions.split(batch.doc_lens, 1), strict=True)  # fmt: skip
-    parts = [{"input_ids": i, "labels": y, "position_ids": p} for i, y, p in columns]
-    filler = {
+    parts = [{"input_ids": i, "labels": y, "position_ids": p, "is_filler": filler} for i, y, p in columns]
+    padding = {
         "input_ids": ids[:, :1],
         "labels": torch.full_like(labels[:, :1], IGNORE_INDEX),
         "position_ids": torch.zeros_like(positions[:, :1]),
+        "is_filler": True,
     }
-    return parts + [filler] * (forwards - len(parts))
+    return parts + [padding] * (forwards - len(parts))
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
