@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,12 +16,19 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from shardyard.config import ParallelConfig
 from shardyard.device import Device
+from shardyard.errors import UserError
 from shardyard.parallel.blocks import Blocks, outermost, select_blocks, wrappable
+from shardyard.parallel.experts.placement import expert_placement
+from shardyard.parallel.experts.select import expert_modules, fused_experts
 from shardyard.parallel.meshes import Meshes
+from shardyard.parallel.ownership import local
 from shardyard.parallel.patterns import select_modules
+
+PlacementFn = Callable[[nn.Parameter], Shard]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -44,33 +52,110 @@ class Precision:
 
 
 def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, device: Device) -> None:
-    """Shard each matched module on its own, the rest with the root; ignored modules stay whole."""
-    precision = Precision.of(parallel, device)
+    """Shard each matched module on its own, the rest with the root; ignored modules stay whole.
+
+    Raises:
+        UserError: patterns that match nothing, a parameter whose size a placement cannot divide, experts that
+            ``ep_size`` splits among the ignored modules.
+    """
     # Offloaded parameters are pinned for the copy to an accelerator; pinning raises without one.
     offload = CPUOffloadPolicy(pin_memory=device.is_accelerator) if parallel.cpu_offload else OffloadPolicy()
-    shard = functools.partial(fully_shard, mp_policy=precision.policy, offload_policy=offload)
-
+    shard = functools.partial(
+        fully_shard, mp_policy=Precision.of(parallel, device).policy, offload_policy=offload
+    )
     owners = _owners(model)
-    chosen = select_modules(model, parallel.ignored_modules, key="parallel.ignored_modules")
-    ignored = _groups(owners, outermost(wrappable(chosen)))
+    ignored = _groups(owners, _ignored_blocks(model, parallel, meshes))
     for group in ignored:
         # Whole on every rank, yet FSDP casts them and sums their gradients: replicas cannot drift apart.
         shard(group, mesh=meshes.whole, reshard_after_forward=False)
 
     whole = {module for group in ignored for member in group for module in member.modules()}
+    experts = [block for block in _expert_blocks(model, parallel, meshes) if block[1] not in whole]
+    on_their_own = {module for _, module in experts}
     blocks = [block for block in select_blocks(model, parallel, "fsdp_modules") if block[1] not in whole]
-    groups = _groups(owners, blocks, managed={p for module in whole for p in module.parameters()})
+    names = {name for name, _ in blocks + experts}
+    units = [(n, m) for n, m in model.named_modules() if n in names]
+    groups = _groups(owners, units, managed={p for module in whole for p in module.parameters()})
+    dense = dense_placement(model, parallel, meshes.layout.fsdp)
     for group in groups:
-        shard(group, mesh=meshes.fsdp, reshard_after_forward=parallel.reshard_after_forward)
-    shard(model, mesh=meshes.fsdp)
+        mesh, place = (
+            (meshes.expert_fsdp, expert_placement_fn(parallel, meshes.layout.ep_fsdp))
+            if group[0] in on_their_own
+            else (meshes.fsdp, dense)
+        )
+        keep = parallel.reshard_after_forward
+        shard(group, mesh=mesh, reshard_after_forward=keep, shard_placement_fn=place)
+    shard(model, mesh=meshes.fsdp, shard_placement_fn=dense)
     _sum_gradients(model)
-    _set_prefetch([group[0] for group in reversed(groups)], parallel)
+    set_prefetch(model, groups, parallel)
+
+
+def _ignored_blocks(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) -> Blocks:
+    chosen = select_modules(model, parallel.ignored_modules, key="parallel.ignored_modules")
+    blocks = outermost(wrappable(chosen))
+    split = dict(fused_experts(model)) if meshes.layout.ep > 1 else {}
+    for block_name, block in blocks:
+        for name, module in split.items():
+            if module in set(block.modules()):
+                raise UserError(
+                    f"parallel.ignored_modules: {block_name} holds the experts {name}, which "
+                    f"parallel.ep_size {meshes.layout.ep} splits over the ranks; name the modules beside "
+                    "them, or set parallel.ep_size: 1"
+                )
+    return blocks
+
+
+def _expert_blocks(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) -> Blocks:
+    """The experts that are sharded apart from their layer: over other ranks than it, ep_fsdp of them.
+
+    Without ep and tp these are the same ranks, and experts stay in the unit of their layer.
+    """
+    if meshes.layout.ep == 1 and meshes.layout.tp == 1:
+        return []
+    chosen = expert_modules(model, parallel.ep_fsdp_modules, key="parallel.ep_fsdp_modules")
+    if meshes.layout.ep == 1:
+        return chosen
+    sharded = {module for _, module in chosen}
+    for name, module in expert_modules(model, parallel.ep_modules, key="parallel.ep_modules"):
+        if module not in sharded:
+            raise UserError(
+                f"parallel.ep_fsdp_modules: {name} is split by parallel.ep_modules and not listed here; "
+                "its shards live on other ranks than the layer's, so list it here as well"
+            )
+    return chosen
+
+
+def expert_placement_fn(parallel: ParallelConfig, shards: int) -> PlacementFn:
+    """Parameter of an experts module -> the dimension on which FSDP splits it over ``shards`` ranks."""
+    wish = parallel.efsdp_shard_placement_fn
+    return lambda parameter: Shard(expert_placement(local(parameter).shape, shards, wish))
+
+
+def dense_placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> PlacementFn | None:
+    """The same for the other parameters, by ``shard_placement_fn``; vectors have only dimension 0."""
+    if parallel.shard_placement_fn != "shard_by_dim_1":
+        return None
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def place(parameter: nn.Parameter) -> Shard:
+        shape = local(parameter).shape
+        if len(shape) < 2:
+            return Shard(0)
+        if shape[1] % shards:
+            raise UserError(
+                f"parallel.shard_placement_fn: shard_by_dim_1 splits dimension 1 of {names[parameter]} "
+                f"{list(shape)} over {shards} ranks, which must divide it; take shard_by_dim_0 (any size) or "
+                "another parallel.fsdp_size"
+            )
+        return Shard(1)
+
+    return place
 
 
 def _sum_gradients(model: nn.Module) -> None:
     """Gradients are summed over ranks, not averaged: the loss is normalised by the global token count.
 
-    Both switches are needed: the factor alone makes torch ask NCCL for a pre-multiplied sum, which gloo lacks.
+    Both switches are needed: by the factor alone torch asks for a pre-multiplied sum, which gloo lacks.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -113,12 +198,32 @@ def _groups(owners: Owners, blocks: Blocks, managed: Collection[nn.Parameter] = 
     return groups
 
 
-def _set_prefetch(modules: list[nn.Module], parallel: ParallelConfig) -> None:
-    """Each wrapped module starts the gather of the next ones while it computes."""
-    forward, backward = parallel.num_to_forward_prefetch, parallel.num_to_backward_prefetch
-    for index, module in enumerate(modules):
-        assert isinstance(module, FSDPModule)
-        if ahead := modules[index + 1 : index + 1 + forward]:
-            module.set_modules_to_forward_prefetch(ahead)  # pyright: ignore[reportArgumentType]
-        if behind := modules[max(0, index - backward) : index][::-1]:
-            module.set_modules_to_backward_prefetch(behind)  # pyright: ignore[reportArgumentType]
+def set_prefetch(model: nn.Module, groups: list[list[nn.Module]], parallel: ParallelConfig) -> None:
+    """Each unit starts the gathers of the next ones while it computes, experts counting as units.
+
+    Backwards a module comes before what it contains (its output's gradient is there first), so the order is
+    not the forward one reversed.
+    """
+    ahead, behind = parallel.num_to_forward_prefetch, parallel.num_to_backward_prefetch
+    for unit, following in _followers(_in_order(groups, model.modules()), ahead):
+        unit.set_modules_to_forward_prefetch(following)
+    for unit, following in _followers(_in_order(groups, _backwards(model)), behind):
+        unit.set_modules_to_backward_prefetch(following)
+
+
+def _in_order(groups: list[list[nn.Module]], modules: Iterable[nn.Module]) -> list[Any]:
+    """The first module of each group, where the first of its members is met; that one holds FSDP's state."""
+    leader = {member: group[0] for group in groups for member in group}
+    return list(dict.fromkeys(leader[module] for module in modules if module in leader))
+
+
+def _backwards(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in reversed(list(module.children())):
+        yield from _backwards(child)
+
+
+def _followers(units: list[Any], count: int) -> Iterator[tuple[Any, list[Any]]]:
+    for index, unit in enumerate(units):
+        if following := units[index + 1 : index + 1 + count]:
+            yield unit, following

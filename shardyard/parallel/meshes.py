@@ -16,8 +16,8 @@ class Meshes:
 
     ``dense`` (pp, dp_replicate, fsdp, tp) for everything but experts; ``expert`` (pp, dp_replicate, efsdp,
     ep) for experts; ``sequence`` (pp, dp_replicate, dp_shard, cp, tp), where fsdp = dp_shard x cp, for who
-    reads what; ``replicate`` (pp, shared, whole) for modules that stay whole on every rank of a stage, where
-    ``whole`` has size 1.
+    reads what; ``replicate``, as ``dense`` with one shard and fsdp times the replicas, for modules that FSDP
+    keeps whole.
     """
 
     layout: Layout
@@ -38,8 +38,11 @@ class Meshes:
 
     @property
     def whole(self) -> DeviceMesh:
-        """2-D (shared, whole) mesh of the modules that FSDP keeps whole."""
-        return self.replicate["shared", "whole"]
+        """2-D (replicate, shard) mesh of the modules that FSDP keeps whole: one shard, all else replicas.
+
+        The names are those of dense parameters, for so are their gradients: partial on each tp rank.
+        """
+        return self.replicate["dp_replicate", "fsdp"]
 
     @property
     def tp(self) -> DeviceMesh:
@@ -105,7 +108,7 @@ def build_meshes(layout: Layout, device_type: str) -> Meshes:
         "dense": ((pp, replicas, fsdp, tp), ("pp", "dp_replicate", "fsdp", "tp")),
         "expert": ((pp, replicas, layout.ep_fsdp, layout.ep), ("pp", "dp_replicate", "efsdp", "ep")),
         "sequence": ((pp, replicas, fsdp // cp, cp, tp), ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
-        "replicate": ((pp, replicas * fsdp * tp, 1), ("pp", "shared", "whole")),
+        "replicate": ((pp, replicas * fsdp, 1, tp), ("pp", "dp_replicate", "fsdp", "tp")),
     }
     meshes = {
         view: init_device_mesh(device_type, shape, mesh_dim_names=names)

@@ -27,7 +27,8 @@ def on_every_tp_rank(tensor: torch.Tensor, meshes: Meshes) -> bool:
 def replica_groups(tensor: torch.Tensor, meshes: Meshes) -> dict[str, dist.ProcessGroup]:
     """Mesh dimension -> the ranks along it that hold the same piece of ``tensor`` as this rank."""
     if not isinstance(tensor, DTensor):  # a buffer: the same on all ranks of a pipeline stage
-        return {"shared": meshes.whole["shared"].get_group()} if meshes.whole.size(0) > 1 else {}
+        shared = {name: meshes.replicate[name] for name in ("dp_replicate", "tp")}
+        return {name: mesh.get_group() for name, mesh in shared.items() if mesh.size() > 1}
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     groups = {
