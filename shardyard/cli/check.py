@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from shardyard.config import Config, Loaded, load_config, resolve_layout
+from shardyard.config import Config, Loaded, check_sizes, layout_of, load_config, read_shape
 from shardyard.config.explain import explain, find_key
+from shardyard.config.layout_report import layout_lines
 from shardyard.config.resolved import format_table
 from shardyard.config.schema import get
 from shardyard.errors import UserError
@@ -17,7 +18,8 @@ CHECK_HELP = """\
 usage: shardyard check FILE [overrides] [--world-size N] [--explain KEY]
 
 Validates a configuration and prints every value with its origin (default, file:line, command line).
-  --world-size N  also shows how N ranks are arranged, or why they cannot be
+  --world-size N  also shows how N ranks are arranged, or why they cannot be and which layouts could;
+                  the sizes of the model count if its config.json is on this machine
   --explain KEY   describes one setting instead; FILE may be left out
 """
 
@@ -43,12 +45,12 @@ def check(argv: Sequence[str]) -> int:
         return 0
     loaded = load_config(words)
     _check_template(loaded.config)
-    layout = _layout_line(loaded, world_size) if world_size is not None else ""
+    layout = _check_layout(loaded, world_size)
     print(format_table(loaded.config, loaded.origins))
     for warning in [*loaded.warnings, *_missing_paths(loaded.config)]:
         print(f"warning: {warning}")
-    if layout:
-        print(layout)
+    for line in layout:
+        print(line)
     print(f"{loaded.file or 'configuration'}: valid")
     return 0
 
@@ -106,12 +108,13 @@ def _take_option(words: list[str], name: str) -> str | None:
     return value
 
 
-def _layout_line(loaded: Loaded, world_size: str) -> str:
-    if not world_size.isascii() or not world_size.isdigit():
+def _check_layout(loaded: Loaded, world_size: str | None) -> list[str]:
+    """What is said about the layout; raises UserError for one that does not fit."""
+    _, unknown = read_shape(loaded.config.model)
+    lines = [f"the layout is not checked against the model: {unknown}"] if unknown else []
+    if world_size is None:
+        check_sizes(loaded.config)
+        return lines
+    if not world_size.isascii() or not world_size.isdigit() or len(world_size) > 9:
         raise UserError(f"--world-size: {world_size!r} is not a number of ranks")
-    layout = resolve_layout(loaded.config.parallel, int(world_size))
-    return (
-        f"layout on {layout.world_size} ranks: {layout.dp_replicate} replicas x {layout.fsdp} shards (fsdp) "
-        f"x {layout.tp} tp x {layout.pp} pp, cp {layout.cp}; "
-        f"{layout.data_parallel} ranks read different samples"
-    )
+    return [*lines, *layout_lines(loaded.config, layout_of(loaded.config, int(world_size)))]

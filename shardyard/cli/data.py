@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardyard.cli.words import take_flag, take_number, take_numbers, take_text
-from shardyard.config import Config, load_config, resolve_layout
+from shardyard.config import Config, layout_of, load_config
 from shardyard.errors import UserError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _opened(words: list[str], world_size: int, windows: int) -> Iterator[_Run]:
     """The data of the configuration in ``words``; closed at the end."""
     loaded = load_config(words)
     config = loaded.config
-    data_parallel = resolve_layout(config.parallel, world_size).data_parallel
+    data_parallel = layout_of(config, world_size).data_parallel
     if windows > 1 and not config.data.streaming:
         raise UserError("--windows: only a stream has windows; set data.streaming, or leave it out")
     _log_to_stderr()

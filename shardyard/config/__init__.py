@@ -1,7 +1,8 @@
 """YAML and command line -> one frozen :class:`Config`, without importing torch."""
 
-from shardyard.config.layout import Layout, resolve_layout
+from shardyard.config.layout import Layout, check_sizes, layout_of, resolve_layout
 from shardyard.config.loader import ConfigError, Loaded, Origin, load_config
+from shardyard.config.model_shape import ModelShape, read_shape
 from shardyard.config.schema import Config
 from shardyard.config.sections.data import DataConfig
 from shardyard.config.sections.inference import EvaluationConfig, InferenceConfig
@@ -19,10 +20,14 @@ __all__ = [
     "Layout",
     "Loaded",
     "ModelConfig",
+    "ModelShape",
     "OptimizationConfig",
     "Origin",
     "ParallelConfig",
     "TrainingConfig",
+    "check_sizes",
+    "layout_of",
     "load_config",
+    "read_shape",
     "resolve_layout",
 ]

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardyard.config.layout_rules import broken
+from shardyard.config.layout_wish import Wish
+from shardyard.config.model_shape import ModelShape, read_shape
+from shardyard.config.nearest import nearest, nearest_worlds
+from shardyard.config.schema import Config
 from shardyard.config.sections.parallel import ParallelConfig
+from shardyard.config.support import refuse_pairs_of_replicas
 from shardyard.errors import UserError
+
+_MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -31,69 +39,64 @@ class Layout:
         return self.dp_replicate * self.fsdp // self.cp
 
 
-def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
-    """The layout of ``parallel`` on ``world_size`` ranks.
+def layout_of(config: Config, world_size: int) -> Layout:
+    """The layout of a run on ``world_size`` ranks; its model's config.json counts, if it is on this machine.
 
     Raises:
-        UserError: the sizes do not fit; the message has both numbers and the nearest sizes that do.
+        UserError: the sizes do not fit the ranks, each other, the model or the micro-batches of a step; the
+            message has the numbers, and overrides that fit.
     """
-    if world_size < 1:
-        raise UserError(f"the number of ranks must be at least 1, not {world_size}")
-    pp, tp, cp, ep = parallel.pp_size, parallel.tp_size, parallel.cp_size, parallel.ep_size
-    if world_size % (pp * tp):
-        near = _nearest_multiples(pp * tp, world_size)
-        raise UserError(
-            f"parallel.tp_size: {tp} (x {pp} pipeline stages) does not divide the {world_size} ranks; "
-            f"{_nearest_divisors(world_size // pp, tp)}, or start {near} ranks"
-        )
-    shared = world_size // (pp * tp)
-    whole = f"{shared} ranks (world size {world_size} / (pp {pp} x tp {tp}))"
-    fsdp = shared if parallel.fsdp_size is None else parallel.fsdp_size
-    if fsdp > shared:
-        raise UserError(
-            f"parallel.fsdp_size: {fsdp} is more than the {whole}; "
-            f"leave it out to use all, or start {fsdp * pp * tp} ranks"
-        )
-    if shared % fsdp:
-        raise UserError(
-            f"parallel.fsdp_size: {fsdp} does not divide the {whole}; {_nearest_divisors(shared, fsdp)}"
-        )
-    if fsdp % cp:
-        raise UserError(
-            f"parallel.cp_size: {cp} does not divide parallel.fsdp_size {fsdp}, which includes it; "
-            f"{_nearest_divisors(fsdp, cp)}"
-        )
-    if fsdp * tp % ep or (ep > 1 and ep % tp):
-        raise UserError(
-            f"parallel.ep_size: {ep} does not divide the {fsdp * tp} ranks of fsdp {fsdp} x tp {tp}, or "
-            f"tp {tp} does not divide it; {_nearest_divisors(fsdp * tp, ep)}"
-        )
-    if parallel.ep_fsdp_size not in (1, fsdp * tp // ep):
-        raise UserError(
-            f"parallel.ep_fsdp_size: {parallel.ep_fsdp_size} x parallel.ep_size {ep} is not fsdp {fsdp} x "
-            f"tp {tp}; leave it at 1, which stands for {fsdp * tp // ep} here"
-        )
+    shape, _ = read_shape(config.model)
+    micro_batches = config.training.gradient_accumulation_steps
+    layout = resolve_layout(config.parallel, world_size, shape, micro_batches)
+    if layout.dp_replicate > 1:
+        refuse_pairs_of_replicas(config, shape)
+    return layout
+
+
+def resolve_layout(
+    parallel: ParallelConfig,
+    world_size: int,
+    shape: ModelShape | None = None,
+    micro_batches: int | None = None,
+) -> Layout:
+    """The layout of ``parallel`` on ``world_size`` ranks; rules of what is None are left out.
+
+    Raises:
+        UserError: the sizes do not fit; the message has the numbers, and overrides that fit.
+    """
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise UserError(f"the number of ranks must be from 1 to {_MOST_RANKS}, not {world_size}")
+    wish = Wish.of(parallel, world_size, shape, micro_batches)
+    _refuse(wish)
+    assert wish.shared and wish.shards and wish.expert_shards
     return Layout(
         world_size=world_size,
-        pp=pp,
-        dp_replicate=shared // fsdp,
-        fsdp=fsdp,
-        cp=cp,
-        tp=tp,
-        ep=ep,
-        ep_fsdp=fsdp * tp // ep,
+        pp=wish.pp,
+        dp_replicate=wish.shared // wish.shards,
+        fsdp=wish.shards,
+        cp=wish.cp,
+        tp=wish.tp,
+        ep=wish.ep,
+        ep_fsdp=wish.expert_shards,
     )
 
 
-def _nearest_divisors(number: int, wanted: int) -> str:
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    near = [
-        max((d for d in divisors if d < wanted), default=None),
-        min((d for d in divisors if d > wanted), default=None),
-    ]
-    return f"nearest sizes that do: {' and '.join(str(size) for size in near if size is not None)}"
+def check_sizes(config: Config) -> None:
+    """The rules that hold on any number of ranks.
+
+    Raises:
+        UserError: as :func:`layout_of`.
+    """
+    shape, _ = read_shape(config.model)
+    _refuse(Wish.of(config.parallel, None, shape, config.training.gradient_accumulation_steps))
 
 
-def _nearest_multiples(size: int, number: int) -> str:
-    below, above = number // size * size, (number // size + 1) * size
-    return f"{below} or {above}" if below else str(above)
+def _refuse(wish: Wish) -> None:
+    rule = next(broken(wish), None)
+    if rule is None:
+        return
+    lines = [f"{rule.key}: {rule.found(wish)}", *(f"  try: {fit}" for fit in nearest(wish))]
+    if worlds := nearest_worlds(wish):
+        lines.append(f"  or start {' or '.join(map(str, worlds))} ranks")
+    raise UserError("\n".join(lines))

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from shardyard.config.command_line import parse_command_line
 from shardyard.config.interpolation import interpolate
+from shardyard.config.model_shape import read_shape
 from shardyard.config.rules import Checked, Derived, apply_rules
 from shardyard.config.schema import FIELDS, SECTIONS, Config
 from shardyard.config.source import Fault, MapNode, Node, Notes, Place, Scalar
@@ -86,7 +87,8 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
     typed = {path: read_value(node, kind_of(FIELDS[path]), path, notes) for path, node in values.items()}
     places = {path: node.place for path, node in values.items()}
     config = _validate(typed, places, words.file, notes)
-    derived = apply_rules(Checked(config, places, notes))
+    shape, _ = read_shape(config.model)
+    derived = apply_rules(Checked(config, places, notes, shape))
     if notes.faults:
         raise ConfigError(sorted(notes.faults, key=_reading_order))
     return Loaded(

@@ -9,9 +9,11 @@ from typing import Any
 
 from shardyard.config.data_rules import check_data, without_effect
 from shardyard.config.later import LATER
+from shardyard.config.model_shape import ModelShape
 from shardyard.config.schema import FIELDS, Config, get
 from shardyard.config.sections.base import Switch
 from shardyard.config.source import Notes, Place
+from shardyard.config.support import NEVER, pairs_in_use
 
 SWITCHES = tuple(path for path, info in FIELDS.items() if info.annotation == Switch)
 _DSA = ("use_sparse_flash_attn", "use_fused_lightning_indexer", "use_fused_lightning_indexer_loss")
@@ -26,6 +28,8 @@ class Checked:
     places: Mapping[str, Place]
     """``section.key`` of each value that the user set."""
     notes: Notes
+    shape: ModelShape | None = None
+    """The model's, when its config.json is on this machine."""
 
     def value(self, path: str) -> Any:
         return get(self.config, path)
@@ -59,6 +63,7 @@ def apply_rules(checked: Checked) -> dict[str, Derived]:
         The defaults that follow another setting in this run.
     """
     _refuse_later(checked)
+    _check_support(checked)
     check_data(checked)
     _check_run(checked)
     _check_operators(checked)
@@ -77,6 +82,22 @@ def _refuse_later(checked: Checked) -> None:
                 (path,),
                 f"{show(value)} asks for {later.feature} which comes with a later release; use {rest}",
             )
+
+
+def _check_support(checked: Checked) -> None:
+    for never in NEVER:
+        value = checked.value(never.path)
+        if never.refuses(value):
+            checked.fault((never.path,), f"{show(value)} is refused: {never.reason}")
+    for one, other, verdict in pairs_in_use(checked.config, checked.shape):
+        if verdict.kind == "refused":
+            text = f"{one.title} with {other.title} is refused: {verdict.reason}"
+            checked.fault((one.key, other.key), text)
+        else:
+            checked.warn(one.key, f"has no effect: {verdict.reason}")
+    dispatcher = checked.config.parallel.ep_dispatcher
+    if dispatcher != "eager" and checked.config.parallel.ep_size > 1:
+        checked.warn("parallel.ep_dispatcher", f"{dispatcher} is an operator of NPUs; eager is used")
 
 
 def show(value: Any) -> str:
@@ -156,7 +177,17 @@ _NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = 
     (
         lambda config: config.parallel.ep_size == 1,
         "parallel.ep_size is 1",
-        ("parallel.ep_modules", "parallel.ep_fsdp_modules", "parallel.ep_dispatcher"),
+        ("parallel.ep_modules", "parallel.ep_dispatcher"),
+    ),
+    (
+        lambda config: config.parallel.ep_size == 1 and config.parallel.tp_size == 1,
+        "parallel.ep_size and parallel.tp_size are 1",
+        ("parallel.ep_fsdp_modules",),
+    ),
+    (
+        lambda config: config.parallel.pp_size == 1,
+        "parallel.pp_size is 1",
+        ("parallel.pp_schedule", "parallel.pp_stages_per_rank", "parallel.pp_layers_per_stage"),
     ),
     (
         lambda config: config.parallel.tp_size == 1,

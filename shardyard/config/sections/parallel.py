@@ -10,6 +10,9 @@ LAYERS = ("model.layers.{*}",)
 EXPERTS = ("model.layers.{*}.mlp.experts",)
 DType = Literal["bf16", "fp16", "fp32"]
 Placement = Literal["shard_by_dim_0", "shard_by_dim_1"]
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "interleaved_zero_bubble", "dualpipe"
+]
 
 
 class ParallelConfig(Section):
@@ -30,9 +33,16 @@ class ParallelConfig(Section):
         "每个专家参数的分片卡数；1 表示 fsdp_size x tp_size 除以 ep_size 所得。",
         ge=1,
     )
-    pp_size: int = setting(1, "Pipeline stages' ranks: each holds some of the layers.", "流水线并行数：每个进程持有一部分层。", ge=1)
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = setting(
-        "1f1b", "Order of the micro-batches in the pipeline.", "流水线中微批的执行顺序。"
+    pp_size: int = setting(
+        1,
+        "Ranks of a pipeline, each with some of the layers (pipeline parallelism).",
+        "流水线并行数：每个进程持有一部分层。",
+        ge=1,
+    )
+    pp_schedule: Schedule = setting(
+        "1f1b",
+        "Order of the micro-batches in the pipeline; zero-bubble schedules are refused, see parallelism.md.",
+        "流水线中微批的执行顺序；拒绝零气泡调度。",
     )
     pp_stages_per_rank: int | None = setting(
         None,

@@ -66,7 +66,8 @@ class TrainingConfig(Section):
         None,
         "Step of the routers' correction bias towards even load (DeepSeek-V3, GLM-4.5 and their kin). "
         "Null is 0.001 with stage pt and 0, which leaves it as it is, with sft.",
-        "路由修正偏置每步的更新量（DeepSeek-V3、GLM-4.5 等）。null 在 pt 阶段为 0.001，在 sft 阶段为 0（不变）。",
+        "路由修正偏置每步的更新量（DeepSeek-V3、GLM-4.5 等）。"
+        "null 在 pt 阶段为 0.001，在 sft 阶段为 0（不变）。",
         ge=0,
     )
     mtp_loss_scaling_factor: float = setting(

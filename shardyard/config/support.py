@@ -1,0 +1,224 @@
+"""Which features go together: one table, read by the checker and printed into docs/parallelism.md.
+
+A pair that is not in ``EXCEPTIONS`` works. To open or close one, change its line there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardyard.config.families import PACKED
+from shardyard.config.model_shape import ModelShape
+from shardyard.config.schema import FIELDS, Config
+from shardyard.errors import UserError
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something a run can use: the setting that asks for it, and whether a run does."""
+
+    title: str
+    key: str
+    used: Callable[[Config, ModelShape | None], bool]
+
+
+def _cp(kind: str) -> Callable[[Config, ModelShape | None], bool]:
+    return lambda config, _: config.parallel.cp_size > 1 and config.parallel.cp_type == kind
+
+
+def _validates(config: Config, _: ModelShape | None) -> bool:
+    data = config.data
+    return bool(data.eval_dataset or data.val_size or data.split != FIELDS["data.split"].default)
+
+
+FEATURES: dict[str, Feature] = {
+    "tp": Feature("tensor parallelism", "parallel.tp_size", lambda c, _: c.parallel.tp_size > 1),
+    "pp": Feature("pipeline parallelism", "parallel.pp_size", lambda c, _: c.parallel.pp_size > 1),
+    "ep": Feature("expert parallelism", "parallel.ep_size", lambda c, _: c.parallel.ep_size > 1),
+    "cp-ulysses": Feature("context parallelism: ulysses", "parallel.cp_type", _cp("ulysses")),
+    "cp-ring": Feature("context parallelism: ring", "parallel.cp_type", _cp("ring")),
+    "cp-kvallgather": Feature("context parallelism: kvallgather", "parallel.cp_type", _cp("kvallgather")),
+    # Whether there are replicas is known with the number of ranks only: see refuse_pairs_of_replicas.
+    "hsdp": Feature("replicas (HSDP)", "parallel.fsdp_size", lambda *_: False),
+    "ignored_modules": Feature(
+        "ignored_modules", "parallel.ignored_modules", lambda c, _: bool(c.parallel.ignored_modules)
+    ),
+    "cpu_offload": Feature("cpu_offload", "parallel.cpu_offload", lambda c, _: c.parallel.cpu_offload),
+    "recompute": Feature("recompute", "parallel.recompute", lambda c, _: bool(c.parallel.recompute)),
+    "accumulation": Feature(
+        "gradient accumulation",
+        "training.gradient_accumulation_steps",
+        lambda c, _: c.training.gradient_accumulation_steps > 1,
+    ),
+    "packing": Feature("packing", "data.packing", lambda c, _: bool(c.data.packing or c.data.neat_packing)),
+    "cross_document_attention": Feature(
+        "cross_document_attention",
+        "data.cross_document_attention",
+        lambda c, _: c.data.cross_document_attention,
+    ),
+    "streaming": Feature("streaming", "data.streaming", lambda c, _: c.data.streaming),
+    "megatron": Feature(
+        "Megatron's windows", "data.index_compat", lambda c, _: c.data.index_compat is not None
+    ),
+    "enable_chunk_batch": Feature(
+        "enable_chunk_batch", "parallel.enable_chunk_batch", lambda c, _: c.parallel.enable_chunk_batch
+    ),
+    "freeze": Feature("freeze", "model.freeze", lambda c, _: bool(c.model.freeze)),
+    "fix_router": Feature("fix_router", "optimization.fix_router", lambda c, _: c.optimization.fix_router),
+    "router_aux_loss": Feature(
+        "load-balancing loss",
+        "training.router_aux_loss_coef",
+        lambda c, _: c.training.router_aux_loss_coef > 0,
+    ),
+    "router_bias": Feature(
+        "router bias updates",
+        "training.router_bias_update_rate",
+        lambda c, _: (c.training.router_bias_update_rate or 0) > 0,
+    ),
+    "shard_placement": Feature(
+        "shard_placement_fn",
+        "parallel.shard_placement_fn",
+        lambda c, _: c.parallel.shard_placement_fn is not None,
+    ),
+    "no_reshard": Feature(
+        "reshard_after_forward: false",
+        "parallel.reshard_after_forward",
+        lambda c, _: not c.parallel.reshard_after_forward,
+    ),
+    "bf16_reduce": Feature(
+        "reduce_dtype: bf16", "parallel.reduce_dtype", lambda c, _: c.parallel.reduce_dtype == "bf16"
+    ),
+    "validation": Feature("validation", "data.eval_dataset", _validates),
+    "best": Feature(
+        "load_best_model_at_end",
+        "training.load_best_model_at_end",
+        lambda c, _: c.training.load_best_model_at_end,
+    ),
+    "one_document": Feature(
+        "one document per forward (families not measured to keep packed ones apart)",
+        "model.model_name_or_path",
+        lambda _, shape: shape is not None and shape.model_type not in PACKED,
+    ),
+    "sliding_window": Feature(
+        "models with sliding windows",
+        "model.model_name_or_path",
+        lambda _, shape: shape is not None and shape.sliding_window,
+    ),
+    "attention_dropout": Feature(
+        "models with attention dropout",
+        "model.model_name_or_path",
+        lambda _, shape: shape is not None and shape.attention_dropout > 0,
+    ),
+    "dense": Feature(
+        "models without experts",
+        "model.model_name_or_path",
+        lambda _, shape: shape is not None and shape.layers is not None and not shape.experts,
+    ),
+}
+
+AXES = ("tp", "pp", "ep", "cp-ulysses", "cp-ring", "cp-kvallgather", "hsdp")
+"""The columns of the matrix."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a pair does not simply work."""
+
+    kind: Literal["refused", "no effect"]
+    reason: str
+
+
+_PIECES = Verdict(
+    "refused",
+    "pieces are cut at the ends of documents, which a rank's slice of the sequence does not respect",
+)
+_ALONE = Verdict(
+    "refused",
+    "the parts of a sequence meet in the attention that keeps documents apart; this family does not use it",
+)
+_DROPOUT = Verdict("refused", "blocks of one softmax would drop different weights; use cp_type ulysses")
+_NO_EXPERTS = Verdict("no effect", "the model has no experts")
+
+EXCEPTIONS: dict[tuple[str, str], Verdict] = {
+    ("enable_chunk_batch", "tp"): _PIECES,
+    ("enable_chunk_batch", "cp-ulysses"): _PIECES,
+    ("enable_chunk_batch", "cp-ring"): _PIECES,
+    ("enable_chunk_batch", "cp-kvallgather"): _PIECES,
+    ("one_document", "cp-ulysses"): _ALONE,
+    ("one_document", "cp-ring"): _ALONE,
+    ("one_document", "cp-kvallgather"): _ALONE,
+    ("sliding_window", "cp-ring"): Verdict(
+        "refused", "blocks of a ring would need a window's masks; use cp_type ulysses or kvallgather"
+    ),
+    ("attention_dropout", "cp-ring"): _DROPOUT,
+    ("attention_dropout", "cp-kvallgather"): _DROPOUT,
+    ("fix_router", "dense"): _NO_EXPERTS,
+    ("router_aux_loss", "dense"): _NO_EXPERTS,
+    ("router_bias", "dense"): _NO_EXPERTS,
+}
+"""(feature, feature or axis) -> why not; the reason is told at the first one's setting if that was set."""
+
+
+@dataclass(frozen=True)
+class Never:
+    """Values of a setting that are refused for good, whatever else is set."""
+
+    path: str
+    values: tuple[Any, ...] | None
+    """None refuses all but the default."""
+    reason: str
+
+    def refuses(self, value: object) -> bool:
+        default = FIELDS[self.path].get_default()
+        return value != default if self.values is None else value in self.values
+
+
+NEVER: tuple[Never, ...] = (
+    Never(
+        "parallel.pp_schedule",
+        ("zero_bubble", "zbv", "interleaved_zero_bubble", "dualpipe"),
+        "zero-bubble schedules give wrong gradients with FSDP2, without a word (torch 2.13); "
+        "use 1f1b or interleaved_1f1b",
+    ),
+    Never(
+        "parallel.chunk_mbs_batch_dim",
+        None,
+        "rows of a micro-batch lie end to end in one sequence, and pieces are whole rows; leave it at 0",
+    ),
+    Never(
+        "parallel.hook_modules",
+        None,
+        "each sharded unit carries its own hooks; choose the units by parallel.fsdp_modules",
+    ),
+)
+
+
+def pairs_in_use(config: Config, shape: ModelShape | None) -> Iterator[tuple[Feature, Feature, Verdict]]:
+    """The exceptions that a run meets."""
+    used = {name for name, feature in FEATURES.items() if feature.used(config, shape)}
+    for (one, other), verdict in EXCEPTIONS.items():
+        if used.issuperset((one, other)):
+            yield FEATURES[one], FEATURES[other], verdict
+
+
+def refuse_pairs_of_replicas(config: Config, shape: ModelShape | None) -> None:
+    """The pairs with hsdp, for a run that has replicas.
+
+    Raises:
+        UserError: one is refused.
+    """
+    for (one, other), verdict in EXCEPTIONS.items():
+        if verdict.kind != "refused" or "hsdp" not in (one, other):
+            continue
+        feature = FEATURES[one if other == "hsdp" else other]
+        if feature.used(config, shape):
+            raise UserError(
+                f"{feature.key}: {feature.title} with replicas (HSDP) is refused: {verdict.reason}"
+            )
+
+
+def verdict_of(one: str, other: str) -> Verdict | None:
+    """The exception of a pair in either order; None if it works."""
+    return EXCEPTIONS.get((one, other)) or EXCEPTIONS.get((other, one))
