@@ -42,8 +42,9 @@ def metrics_of(record: StepRecord) -> dict[str, Any]:
         "consumed_tokens": record.consumed_tokens,
         "mtp_loss": record.mtp_loss,
     }
-    if record.aux_loss is not None:
-        values["aux_loss"] = record.aux_loss
+    for name in ("aux_loss", "max_expert_load", "unused_experts"):
+        if (value := getattr(record, name)) is not None:
+            values[name] = value
     return values
 
 

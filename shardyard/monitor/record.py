@@ -32,6 +32,11 @@ class StepRecord:
     epoch: int = 0
     mtp_loss: float = 0.0
     aux_loss: float | None = None
+    """Of the balance of experts, without its coefficient; None where none is trained."""
+    max_expert_load: float | None = None
+    """The largest load of any expert in units of its layer's mean; None for a model without experts."""
+    unused_experts: int | None = None
+    """Experts, over all layers, that no token of this update reached."""
 
 
 @dataclass(frozen=True)

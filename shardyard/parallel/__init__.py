@@ -1,6 +1,7 @@
 """Meshes, module patterns, and the one function that transforms the model."""
 
 from shardyard.parallel.apply import apply_parallelism
+from shardyard.parallel.experts.routing import RoutingOptions, RoutingStats, build_routing
 from shardyard.parallel.fsdp import Precision
 from shardyard.parallel.gradients import GradientSums
 from shardyard.parallel.meshes import Meshes, build_meshes
@@ -12,9 +13,12 @@ __all__ = [
     "GradientSums",
     "Meshes",
     "Precision",
+    "RoutingOptions",
+    "RoutingStats",
     "answers_for",
     "apply_parallelism",
     "build_meshes",
+    "build_routing",
     "check_replicas",
     "local",
     "matches",

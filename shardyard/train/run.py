@@ -27,7 +27,7 @@ from shardyard.models import BuiltModel, Placement, build_model, load_model_conf
 from shardyard.models.table import startup_table
 from shardyard.monitor import Monitor, log_run_start
 from shardyard.optim import Schedule, build_optimizer
-from shardyard.parallel import Meshes, build_meshes
+from shardyard.parallel import Meshes, RoutingOptions, build_meshes, build_routing
 from shardyard.train.evaluation import Evaluator
 from shardyard.train.resume import restore, training_settings
 from shardyard.train.run_folder import claim_output_dir, look_at_output_dir
@@ -82,6 +82,8 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     meshes = build_meshes(layout, device.type)
     placement = Placement(config.parallel, meshes, device)
     built = build_model(config.model, model_config, source, placement, seed=config.training.seed)
+    options = RoutingOptions.of(config.training, config.optimization)
+    built.model.routing = build_routing([built.model], meshes, options)
     logger.info("> Building Optimizer...")
     optimizer = build_optimizer(built.model, config.training)
     dtype = export_dtype(built.model, _source_of(config, built))

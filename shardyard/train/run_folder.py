@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from shardyard.checkpoint import CheckpointStore, check_output_dir, prepare_output_dir
 from shardyard.config import Config, Loaded
 from shardyard.config.resolved import dump_yaml
+from shardyard.device import restarted_since
 
 logger = logging.getLogger("shardyard.train")
+_CLAIM = "resolved_config.yaml"
 
 
 def look_at_output_dir(config: Config) -> str:
     """Where to resume from ("" for a new run); on global rank 0 only."""
     store = CheckpointStore(Path(config.training.output_dir), save_total_limit=None)
-    wanted = config.training.resume_from_checkpoint
+    wanted = _wanted(config, store)
     found = store.resolve(wanted) if wanted else None
     check_output_dir(**_folder_facts(config))
     if wanted == "latest" and found is None:
         logger.info("resume_from_checkpoint: latest, but %s is empty yet: starting at step 0", store.folder)
     return str(found or "")
+
+
+def _wanted(config: Config, store: CheckpointStore) -> str | None:
+    """``resume_from_checkpoint``, or ``latest`` once this launch has saved something and is started again."""
+    wanted, since = config.training.resume_from_checkpoint, _claimed_since(config)
+    newest = store.latest() if since is not None else None
+    if since is None or newest is None or wanted == "latest":
+        return wanted
+    is_own = wanted is not None and Path(wanted).resolve().parent == store.folder.resolve()
+    if is_own and (newest / "manifest.json").stat().st_mtime < since:
+        return wanted  # sent back to an earlier checkpoint, the run has not saved any of its own yet
+    logger.info("started again after a fault: going on from %s", newest)
+    return "latest"
+
+
+def _claimed_since(config: Config) -> float | None:
+    """When this launch began, if an earlier start of it has already made the folder its own."""
+    since, claim = restarted_since(), Path(config.training.output_dir, _CLAIM)
+    return since if since is not None and claim.exists() and claim.stat().st_mtime >= since else None
 
 
 def _folder_facts(config: Config) -> dict[str, Any]:
@@ -40,7 +62,7 @@ def _folder_facts(config: Config) -> dict[str, Any]:
     inputs = [*map(Path, paths), *map(Path, config.data.dataset_names)]
     return {
         "output_dir": output_dir,
-        "resuming": own,
+        "resuming": own or _claimed_since(config) is not None,
         "overwrite": training.overwrite_output_dir,
         "inputs": [path.expanduser() for path in inputs],
     }
@@ -51,6 +73,7 @@ def claim_output_dir(loaded: Loaded) -> str:
     moved = prepare_output_dir(**_folder_facts(loaded.config))
     if moved is not None:
         logger.info("the old run was moved to %s", moved)
-    path = Path(loaded.config.training.output_dir, "resolved_config.yaml")
+    path = Path(loaded.config.training.output_dir, _CLAIM)
     path.write_text(dump_yaml(loaded.config, loaded.origins), encoding="utf-8")
+    os.utime(path)  # by the clock of this machine, which also says when the launch began
     return str(path)

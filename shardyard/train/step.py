@@ -16,7 +16,7 @@ import torch
 from shardyard.data.types import IGNORE_INDEX, MicroBatch
 from shardyard.device import Device, ProcessGroup
 from shardyard.optim import clip_gradients, owned_square_sum, set_lr
-from shardyard.parallel import GradientSums, Meshes, answers_for
+from shardyard.parallel import GradientSums, Meshes, RoutingStats, answers_for
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class StepResult:
     num_tokens: int
     memory_allocated: int
     memory_reserved: int
+    routing: RoutingStats | None = None
+    """None for a model without experts."""
     skipped: str | None = None
     """Why the optimizer did not move; None when it did."""
 
@@ -73,6 +75,7 @@ class TrainStep:
         self.model, self.optimizer, self.group, self.device = model, optimizer, group, device
         self.meshes, self.max_grad_norm, self.on_nonfinite = meshes, max_grad_norm, on_nonfinite
         self.packed, self.seed = packed, seed
+        self.routing = model.routing
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.sum_gradients = GradientSums(self.parameters, meshes)
         self.owned = [p for p in self.parameters if answers_for(p, meshes)]
@@ -86,13 +89,16 @@ class TrainStep:
         counts = self._agree(micro_batches)
         if counts.labelled == 0:
             memory = self.device.peak_memory()
-            return StepResult(math.nan, 0.0, 0, counts.tokens, *memory, "no token in it has a label")
+            return StepResult(math.nan, 0.0, 0, counts.tokens, *memory, skipped="no token in it has a label")
         # Dropout follows from seed, step and rank, so that resuming needs no generator state.
         self.device.seed(step_seed(self.seed, step, self.group.rank))
+        if self.routing is not None:
+            self.routing.begin_step(counts.tokens)
         losses = self._forward_backward(micro_batches, counts)
         result, faults = self._conclude(losses, counts)
         if faults:
             self.optimizer.zero_grad(set_to_none=True)
+            self._finish_routing(applied=False)
             message = self._describe(faults, micro_batches, step)
             if self.on_nonfinite == "stop":
                 raise NonFiniteError(message)
@@ -101,7 +107,10 @@ class TrainStep:
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return result
+        return replace(result, routing=self._finish_routing(applied=True))
+
+    def _finish_routing(self, *, applied: bool) -> RoutingStats | None:
+        return None if self.routing is None else self.routing.finish_step(applied=applied)
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> _Counts:
         documents = [1 if self.packed else len(batch.doc_lens) for batch in micro_batches]

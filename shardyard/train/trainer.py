@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from shardyard.checkpoint import CheckpointStore
+from shardyard.checkpoint.state import persistent_tensors
 from shardyard.config import TrainingConfig
 from shardyard.data.sampler import Sampler
 from shardyard.data.types import StepBatch
 from shardyard.device import ProcessGroup
 from shardyard.monitor import Monitor, StepRecord
 from shardyard.optim import Schedule
+from shardyard.parallel import check_replicas
 from shardyard.train.evaluation import Evaluator
 from shardyard.train.state import RunState
 from shardyard.train.step import StepResult, TrainStep
@@ -66,7 +68,7 @@ class Trainer:
         return self.state
 
     def _run_updates(self) -> None:
-        started = time.perf_counter()
+        started, first = time.perf_counter(), self.state.step + 1
         for batch in self.batches:
             number = self.state.step + 1
             lr = self.schedule.lr_at(number)
@@ -75,6 +77,8 @@ class Trainer:
                 logger.warning("step %d skipped, weights unchanged: %s", number, result.skipped)
             self.state = self.state.after(cursor=batch.end, samples=batch.size, tokens=result.num_tokens)
             elapsed = time.perf_counter() - started
+            if number == first:
+                self._check_replicas()
             record = self._record(batch, result, lr, elapsed)
             self.monitor.record(record)
             self._tell(record)
@@ -184,7 +188,15 @@ class Trainer:
             self.store.load(path, model=self.step.model, optimizer=None)
             logger.info("Loaded the best weights, of step %d (loss %.6f)", step, self.state.best_loss)
 
+    def _check_replicas(self) -> None:
+        """Ranks that hold the same parameters would differ after the first update, if ever they do."""
+        model = self.step.model
+        compared = check_replicas(persistent_tensors(model).items(), self.step.meshes)
+        if compared:
+            logger.info("after the first update %d tensors are equal on the ranks that share them", compared)
+
     def _record(self, batch: StepBatch, result: StepResult, lr: float, elapsed: float) -> StepRecord:
+        routing = result.routing
         return StepRecord(
             step=self.state.step,
             total_steps=self.schedule.total,
@@ -199,4 +211,7 @@ class Trainer:
             memory_allocated_bytes=result.memory_allocated,
             memory_reserved_bytes=result.memory_reserved,
             epoch=batch.epoch,
+            aux_loss=routing and routing.aux_loss,
+            max_expert_load=routing and routing.max_load,
+            unused_experts=routing and routing.unused_experts,
         )

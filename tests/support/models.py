@@ -12,6 +12,9 @@ _COMMON: dict[str, Any] = dict(
     num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, pad_token_id=2,
 )  # fmt: skip
 
+# Divides by four tensor-parallel ranks, and into four pipeline stages.
+_PARITY = _COMMON | dict(vocab_size=200, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
+
 
 def tiny_config(family: str) -> Any:
     """The transformers config of one of FAMILIES: 2 or 3 layers, hidden 32, experts where it has some."""
@@ -46,6 +49,13 @@ def tiny_config(family: str) -> Any:
                 **common, head_dim=8, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2,
                 n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
                 tie_word_embeddings=False,
+            )  # fmt: skip
+        case "parity_dense":
+            return hf.Qwen3Config(**_PARITY, head_dim=8, tie_word_embeddings=True)
+        case "parity_moe":
+            return hf.Qwen3MoeConfig(
+                **_PARITY, head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2,
+                norm_topk_prob=True, mlp_only_layers=[1], tie_word_embeddings=False,
             )  # fmt: skip
         case _:
             raise ValueError(f"no tiny family {family!r}; there are {', '.join(FAMILIES)}")

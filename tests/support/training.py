@@ -21,6 +21,7 @@ class Recipe:
     model: dict[str, Any] = field(default_factory=dict)
     steps: int = 5
     packed: bool | None = None
+    fix_router: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     """(model, TrainStep, meshes) on the ranks of the running process group."""
     import torch.distributed as dist
 
-    from shardyard.config import ModelConfig, ParallelConfig, TrainingConfig
+    from shardyard.config import ModelConfig, OptimizationConfig, ParallelConfig, TrainingConfig
     from shardyard.config.layout import resolve_layout
     from shardyard.device import Device, ProcessGroup
     from shardyard.models import Placement, build_model, load_model_config
     from shardyard.optim import build_optimizer
-    from shardyard.parallel import build_meshes
+    from shardyard.parallel import RoutingOptions, build_meshes, build_routing
     from shardyard.train.step import TrainStep
 
     options = ModelConfig(model_name_or_path=str(folder), **recipe.model)
@@ -77,6 +78,8 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
         Placement(parallel, meshes, device),
         seed=training.seed,
     )
+    options = RoutingOptions.of(training, OptimizationConfig(fix_router=recipe.fix_router))
+    built.model.routing = build_routing([built.model], meshes, options)
     group = ProcessGroup(dist.HashStore(), dist.get_rank(), dist.get_world_size())
     step = TrainStep(
         built.model, build_optimizer(built.model, training), group, device,
