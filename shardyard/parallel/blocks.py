@@ -33,8 +33,11 @@ def select_blocks(model: nn.Module, parallel: ParallelConfig, field: str) -> Blo
 
 
 def wrappable(blocks: Blocks) -> Blocks:
-    """A list of modules has no forward of its own to wrap, and the root is wrapped in any case."""
-    return [(name, m) for name, m in blocks if name and not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+    """Without what cannot or need not be wrapped: a list of modules has no forward of its own, the root is
+    wrapped in any case, and an identity stands where another pipeline stage has the module.
+    """
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Identity)
+    return [(name, module) for name, module in blocks if name and not isinstance(module, kinds)]
 
 
 def outermost(blocks: Blocks) -> Blocks:
