@@ -61,8 +61,11 @@ def tiny_config(family: str) -> Any:
             raise ValueError(f"no tiny family {family!r}; there are {', '.join(FAMILIES)}")
 
 
-def write_tiny_model(folder: Path, family: str, dtype: str = "float32", seed: int = 0) -> Path:
+def write_tiny_model(
+    folder: Path, family: str, dtype: str = "float32", seed: int = 0, **overrides: Any
+) -> Path:
     """Write config, weights and generation config of a random model into ``folder`` and return it.
+    ``overrides`` change keys of its config.
 
     All weights are random (norms and the router's correction bias included), so that a mix-up of two tensors
     shows. They are in ``dtype``, but for the correction bias, which is float32 as in the published models.
@@ -71,7 +74,10 @@ def write_tiny_model(folder: Path, family: str, dtype: str = "float32", seed: in
     import transformers as hf
 
     generator = torch.Generator().manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    config = tiny_config(family)
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" not in name:
