@@ -1,24 +1,26 @@
 """Attention that stops at a document's end.
 
-Rows of a micro-batch lie end to end in one sequence [1, T]. This runs one causal scaled-dot-product
-attention per
-document, so no mask matrix exists and no document sees another. It is registered with transformers under
-`NAME`; the
-lengths travel as the private keyword `doc_lens` from the model's forward to here.
+Rows of a micro-batch lie end to end in one sequence [1, T]. This runs one causal attention per document, so
+no mask matrix exists and no document sees another. It is registered with transformers under `NAME`. The
+lengths travel as the private keyword `doc_lens` from the model's forward to here, and where several ranks
+share the sequence, so does `context`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
+
+from shardyard.ops.context import ContextShare, context_attention
+from shardyard.ops.documents import attend_documents
 
 NAME = "shardyard_documents"
 
 # Arguments that change the result and that this function does not implement.
-_UNSUPPORTED = ("s_aux", "softcap", "position_bias")
+_UNSUPPORTED = ("softcap", "position_bias")
 
 
 def documents_attention(
@@ -30,10 +32,15 @@ def documents_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     doc_lens: Sequence[int] | None = None,
+    context: ContextShare | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
+    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D of value].
+
+    ``s_aux`` [H] are attention sinks: a score per head that takes part in the softmax and is then dropped.
+    With ``context`` T counts this rank's tokens, and ``doc_lens`` those of all ranks that share the sequence.
 
     Raises:
         NotImplementedError: a mask, or an argument that this attention would have to honour and does not.
@@ -41,26 +48,16 @@ def documents_attention(
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if attention_mask is not None or unsupported:
         raise NotImplementedError(f"{NAME} does not take {', '.join(unsupported) or 'an attention mask'}")
-    lens = list(doc_lens) if doc_lens is not None else [query.shape[2]]
-    outputs = [
-        _attend(q, k, v, scaling, dropout, sliding_window)
-        for q, k, v in zip(query.split(lens, 2), key.split(lens, 2), value.split(lens, 2), strict=True)
-    ]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    settings: dict[str, Any] = dict(scale=scale, dropout=dropout, window=sliding_window, sinks=s_aux)
+    if context is None:
+        lens = doc_lens if doc_lens is not None else [query.shape[2]]
+        output = attend_documents(query, key, value, doc_lens=lens, **settings)
+    else:
+        if doc_lens is None:
+            raise ValueError(f"{NAME} over several ranks needs the lengths of the documents")
+        output = context_attention(context, query, key, value, doc_lens=doc_lens, **settings)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _attend(q, k, v, scaling: float | None, dropout: float, sliding_window: int | None) -> torch.Tensor:
-    length = q.shape[2]
-    mask = None
-    if sliding_window is not None and length > sliding_window:
-        position = torch.arange(length, device=q.device)
-        distance = position[:, None] - position[None, :]
-        mask = (distance >= 0) & (distance < sliding_window)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
 
 
 AttentionInterface.register(NAME, documents_attention)
