@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from shardyard.cli import slurm
 from shardyard.errors import UserError
 
 _EXIT_FAULT, _EXIT_USER_ERROR = 1, 2
@@ -69,8 +70,14 @@ def _train(argv: Sequence[str]) -> int:
     from shardyard.monitor import setup_logging
 
     loaded = load_config(argv)
+    said = slurm.adopt_rank(os.environ)
     setup_logging(_rank())
+    if said:
+        logging.getLogger("shardyard").info(said)
+    from shardyard.device import peers
     from shardyard.train import run
+
+    peers.when_lost(_leave_for_lost_peer)
 
     return run(loaded)
 
@@ -103,10 +110,34 @@ def _fault(error: BaseException) -> tuple[str, str]:
         _let_rank_0_speak()
         return f"{head}: {error}", str(error)
     if _lost_contact(error):
-        time.sleep(_LAUNCHER_SECONDS)
-        return f"{head} {LOST_CONTACT}{where}: {cause}", f"{LOST_CONTACT}{where}: {cause}"
+        cause = f"{LOST_CONTACT}{where}: {_who_is_gone() or cause}"
+        return f"{head} {cause}", cause
     trace = "".join(traceback.format_exception(error)).rstrip()
     return f"{head} failed{where}: {cause}\n{trace}", f"failed{where}: {cause}"
+
+
+def _who_is_gone() -> str:
+    """What the watch over other machines says, after the time that is left to this machine's launcher."""
+    peers = sys.modules.get("shardyard.device.peers")
+    watch = peers.current() if peers is not None else None
+    if watch is None:
+        time.sleep(_LAUNCHER_SECONDS)
+        return ""
+    told = watch.explain(_LAUNCHER_SECONDS)
+    _let_first_rank_here_speak()
+    return told
+
+
+def _leave_for_lost_peer(verdict: str) -> NoReturn:
+    """End this rank from the watch's thread: its own work may wait in a collective for ever."""
+    _let_first_rank_here_speak()
+    cause = f"{LOST_CONTACT}: {verdict}"
+    _leave(_EXIT_FAULT, f"rank {_rank()} ({socket.gethostname()}, pid {os.getpid()}) {cause}", cause)
+
+
+def _let_first_rank_here_speak() -> None:
+    """The launcher ends the others of this machine when the first has ended."""
+    time.sleep(0.5 * int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _is_on_every_rank(error: BaseException) -> bool:
@@ -126,6 +157,8 @@ def _leave(code: int, text: str, cause: str = "") -> NoReturn:
     """End this process now, without tear-down or exit handlers that could wait for another rank."""
     if cause:
         _tell_launcher(cause)
+    if code:
+        _tell_other_machines(cause)
     logging.shutdown()
     sys.stdout.flush()
     if text:
@@ -142,6 +175,14 @@ def _tell_launcher(cause: str) -> None:
         extra = {"py_callstack": cause, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": cause, "extraInfo": extra}}, file)
+
+
+def _tell_other_machines(cause: str) -> None:
+    """One that merely lost another rank says that it leaves, and blames nobody."""
+    peers = sys.modules.get("shardyard.device.peers")
+    watch = peers.current() if peers is not None else None
+    if watch is not None:
+        watch.finish("left", "" if cause.startswith(LOST_CONTACT) else cause)
 
 
 def _end_with_launcher() -> None:

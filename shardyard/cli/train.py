@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardyard.cli.launch import Launch, take_launch
 from shardyard.cli.rank import LOST_CONTACT
 from shardyard.config import load_config, resolve_layout
 from shardyard.errors import UserError
@@ -18,17 +20,25 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
+    from shardyard.cli.meeting import Start
+
 TRAIN_HELP = """\
-usage: shardyard train FILE [overrides] [--nproc-per-node N]
+usage: shardyard train FILE [overrides] [--nproc-per-node N] [--max-restarts N]
                        [--nnodes M --node-rank R --master-addr A [--master-port P]]
+                       [--nnodes M --rdzv-endpoint HOST:PORT [--rdzv-id NAME]]
 
 Trains as FILE says; overrides are written --section.key value or section.key=value.
   --nproc-per-node N  ranks on this machine (default: one per accelerator; one on a CPU)
+  --max-restarts N    after a fault, start all ranks again up to N times (default 0); the run goes on from its
+                      last checkpoint
   --nnodes M          machines in the run (default 1); start this command on each of them
   --node-rank R       the number of this machine, from 0
   --master-addr A     a name or address of machine 0 that all of them reach
   --master-port P     a free port there (default 29500; one machine alone picks any free port)
-torchrun with train_fsdp2.py does the same.
+  --rdzv-endpoint E   instead of these three: HOST:PORT of any one machine; they are numbered as they come
+  --rdzv-id NAME      tells runs apart that share an endpoint; --rdzv-backend c10d may be given
+Started by srun with one task per node, the machines and their numbers come from SLURM.
+torchrun with train_fsdp2.py does the same, and so does srun with one task per rank.
 """
 
 RANK_COMMAND = (sys.executable, "-u", "-m", "shardyard.cli.rank")
@@ -37,14 +47,12 @@ _SHUTDOWN_SECONDS = 20
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Where the ranks run. ``nproc_per_node`` None: one per accelerator."""
+class _End:
+    """How one start of the ranks ended: exit code, line for stderr, and whether another start may mend it."""
 
-    nproc_per_node: int | None = None
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int | None = None
+    code: int
+    line: str = ""
+    may_restart: bool = False
 
 
 def train(argv: Sequence[str]) -> int:
@@ -66,48 +74,6 @@ def train(argv: Sequence[str]) -> int:
     return start_ranks([*RANK_COMMAND, *words], ranks, launch)
 
 
-def take_launch(words: list[str]) -> Launch:
-    """Remove the launch options from ``words``; both spellings, with ``-`` and ``_``, are known.
-
-    Raises:
-        UserError: an option without a value, or one that does not fit the others.
-    """
-    found: dict[str, str] = {}
-    names = {"nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
-    index = 0
-    while index < len(words):
-        option, equals, value = words[index].partition("=")
-        name = option[2:].replace("-", "_")
-        if not option.startswith("--") or name not in names:
-            index += 1
-            continue
-        if not equals and index + 1 == len(words):
-            raise UserError(f"{option} needs a value")
-        found[name] = value if equals else words[index + 1]
-        del words[index : index + (1 if equals else 2)]
-    launch = Launch(
-        nproc_per_node=_number(found, "nproc_per_node", 1),
-        nnodes=_number(found, "nnodes", 1) or 1,
-        node_rank=_number(found, "node_rank", 0) or 0,
-        master_addr=found.get("master_addr"),
-        master_port=_number(found, "master_port", 1),
-    )
-    if launch.nnodes > 1 and (launch.master_addr is None or "node_rank" not in found):
-        raise UserError(f"--nnodes {launch.nnodes} needs --node-rank and --master-addr on each machine")
-    if launch.node_rank >= launch.nnodes:
-        raise UserError(f"--node-rank {launch.node_rank} with --nnodes {launch.nnodes}: ranks count from 0")
-    return launch
-
-
-def _number(found: Mapping[str, str], name: str, least: int) -> int | None:
-    text = found.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
-        raise UserError(f"--{name.replace('_', '-')} {text}: a whole number from {least} on is wanted")
-    return int(text)
-
-
 def local_rank_count(wanted: int | None) -> int:
     """``wanted`` ranks, or one per accelerator of this machine.
 
@@ -127,47 +93,74 @@ def local_rank_count(wanted: int | None) -> int:
 def start_ranks(command: Sequence[str], ranks: int, launch: Launch) -> int:
     """Run ``command`` in ``ranks`` processes on this machine, wait for all, and return the exit code.
 
-    When one rank fails, the others are ended within ``_SHUTDOWN_SECONDS`` and a summary names it on stderr.
+    When one rank fails, the others are ended within ``_SHUTDOWN_SECONDS`` and a summary names it on stderr;
+    ``launch.max_restarts`` times all are started again, unless the user must mend something first.
+
+    Raises:
+        UserError: the machines did not meet.
     """
     import logging
 
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
+    from shardyard.cli.meeting import MeetingFailed, open_meeting
 
     for module in ("multiprocessing.api", "agent.server.api"):  # their many lines become one: the summary
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // ranks, 1)))  # the ranks inherit it
+    meeting = open_meeting(launch, ranks)
+    for restart in range(launch.max_restarts + 1):
+        try:
+            start = meeting.next_start()
+        except MeetingFailed as error:
+            if restart == 0:
+                raise UserError(str(error)) from error
+            print(f"training stopped: {error}", file=sys.stderr, flush=True)
+            return 1
+        end = _run_once(command, _launch_config(ranks, launch, start), start, ranks * launch.nnodes)
+        if end.line:
+            print(end.line, file=sys.stderr, flush=True)
+        if end.code == 2:
+            meeting.give_up(end.line or "a mistake that its own log tells")
+        if not end.may_restart or restart == launch.max_restarts:
+            return end.code
+        print(f"starting all ranks again: restart {restart + 1} of {launch.max_restarts}", file=sys.stderr)
+    raise AssertionError("the last start returns")
+
+
+def _run_once(command: Sequence[str], config: LaunchConfig, start: Start, world_size: int) -> _End:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    from shardyard.device import restart
+
+    os.environ |= {
+        restart.START: str(start.number),
+        restart.LAUNCHED: str(start.launched),
+    }  # ranks inherit it
     with tempfile.TemporaryDirectory(prefix="shardyard-launch-") as log_dir:
-        config = _launch_config(ranks, launch, log_dir)
+        config.logs_specs = DefaultLogsSpecs(log_dir=log_dir)
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             rank, failure = _first_failure(error)
             if failure.exitcode == 2 and _cause(failure):
-                return 2  # the user's mistake, which that rank has told
-            others = "; the other ranks were ended" if ranks * launch.nnodes > 1 else ""
-            print(_summary(rank, failure) + others, file=sys.stderr, flush=True)
-            return 1
+                return _End(2)  # the user's mistake, which that rank has told
+            others = "; the other ranks were ended" if world_size > 1 else ""
+            return _End(1, _summary(rank, failure) + others, may_restart=True)
         except SignalException as stop:
-            print(f"stopped by {stop.sigval.name}; all ranks have ended", file=sys.stderr, flush=True)
-            return 128 + stop.sigval
+            return _End(128 + stop.sigval, f"stopped by {stop.sigval.name}; all ranks have ended")
         except (RendezvousError, DistError) as error:
-            raise UserError(
-                f"the machines of this run did not meet at {config.rdzv_endpoint} (--master-addr, "
-                f"--master-port): {error}. Is the port free, and this command started on all {launch.nnodes}?"
-            ) from error
-    return 0
+            return _End(1, f"training stopped: another machine is gone: {error}", may_restart=True)
+    return _End(0)
 
 
-def _launch_config(ranks: int, launch: Launch, log_dir: str) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+def _launch_config(ranks: int, launch: Launch, start: Start) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
-    address, port = launch.master_addr, launch.master_port
+    port = launch.master_port
     if launch.nnodes == 1 and port is not None and not _is_free(port):
         print(f"port {port} is in use: the ranks meet at a free one instead", file=sys.stderr, flush=True)
         port = None
@@ -180,18 +173,17 @@ def _launch_config(ranks: int, launch: Launch, log_dir: str) -> LaunchConfig:
     else:
         meeting = {
             "rdzv_backend": "static",
-            "rdzv_endpoint": f"{address or '127.0.0.1'}:{port or 29500}",
-            "rdzv_configs": {"rank": launch.node_rank},
+            "rdzv_endpoint": launch.endpoint,
+            "rdzv_configs": {"rank": start.node_rank},
         }
     return LaunchConfig(
         min_nodes=launch.nnodes,
         max_nodes=launch.nnodes,
         nproc_per_node=ranks,
-        run_id="shardyard",
+        run_id=f"{re.sub(r'[^A-Za-z0-9_]', '-', launch.name)}-{start.number}",  # names a folder too
         role="rank",
         max_restarts=0,
         shutdown_timeout=_SHUTDOWN_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         **meeting,
     )
 

@@ -138,6 +138,12 @@ def detect_device() -> Device:
     kind, count = visible_accelerators()
     if kind == "cpu":
         return Device("cpu")
+    if (
+        count == 1
+        and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
+        and "TORCHELASTIC_RUN_ID" not in os.environ
+    ):
+        return Device(kind, 0)  # srun shows each task its own device and no other
     if local_ranks() > count:
         raise UserError(
             f"{local_ranks()} ranks were started on this machine, which has {count} {kind} device(s): start "

@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 
 from shardyard.device.device import Device
+from shardyard.device.peers import PeerWatch, make_watch
+from shardyard.device.restart import START
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.device")
 
 _HEARTBEAT_S = 30.0
 _LEAVE_S = 5.0
+_STORE_KEPT_S = 60.0
+"""How long rank 0 keeps the store for others at the end of a run, where no launcher keeps it."""
 
 
 class ProcessGroup:
@@ -28,8 +32,9 @@ class ProcessGroup:
     through the store, without a collective, for work that may take longer than a collective's time limit.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, watch: PeerWatch | None = None) -> None:
         self._store = store
+        self._watch = watch
         self.rank = rank
         self.world_size = world_size
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -79,8 +84,18 @@ class ProcessGroup:
             time.sleep(0.05)
 
     def stop(self) -> None:
+        """Leave the run, which is complete on this rank."""
+        if self._watch is not None:
+            self._watch.finish("done")
+            if self.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
+                self._keep_store(self._watch)
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _keep_store(self, watch: PeerWatch) -> None:
+        deadline = time.monotonic() + _STORE_KEPT_S
+        while not watch.everyone_is_done() and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def start_process_group(device: Device, *, timeout_minutes: float = 30.0) -> ProcessGroup:
@@ -103,8 +118,15 @@ def start_process_group(device: Device, *, timeout_minutes: float = 30.0) -> Pro
                 f"rank 0's "
                 "machine is reachable and the port is free."
             ) from error
+        # One store may outlive several starts of the ranks: what an earlier one wrote is not for this one.
+        store = dist.PrefixStore(f"start/{os.environ.get(START, '0')}", store)
+    watch = make_watch(store, rank, world_size)
+    if watch is not None:
+        watch.announce()
     dist.init_process_group(
         device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
         device_id=device.torch_device if device.type == "cuda" else None,
     )  # fmt: skip
-    return ProcessGroup(store, rank, world_size)
+    if watch is not None:
+        watch.start()
+    return ProcessGroup(store, rank, world_size, watch)
