@@ -20,9 +20,10 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """The sum of the cross entropy in fp32, [], the same on every rank of ``group``.
 
-    ``local_logits`` [L, V/n] of any floating dtype, ``targets`` [L] words of the whole vocabulary or -100, the same
-    on every rank. L may be 0. One all-reduce of maxima [L] and one of sums [2, L]. ``group`` None: V is whole.
-    The backward takes the softmax's memory for the gradient, so it runs once (a second one is an error).
+    ``local_logits`` [L, V/n] of any floating dtype, ``targets`` [L] words of the whole vocabulary or -100,
+    the same on every rank. L may be 0. One all-reduce of maxima [L] and one of sums [2, L]. ``group`` None:
+    V is whole. The backward takes the softmax's memory for the gradient, so it runs once (a second one is an
+    error).
     """
     if group is None:
         return F.cross_entropy(local_logits.float(), targets, reduction="sum", ignore_index=IGNORED)
@@ -79,7 +80,7 @@ class _GatherVocabulary(torch.autograd.Function):
         # The words lead in the buffer, so that ranks' parts lie behind one another.
         part = logits.movedim(-1, 0).contiguous()
         whole = part.new_empty(ctx.words * group.size(), *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.all_gather_single(whole, part, group=group)
         return whole.movedim(0, -1)
 
     @staticmethod

@@ -109,7 +109,7 @@ def reference_gradients(folder: Path, rows: Rows) -> tuple[float, dict[str, np.n
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         loss = F.cross_entropy(logits, torch.tensor(labels), reduction="sum", ignore_index=-100) / count
         loss.backward()
-        total += float(loss)
+        total += loss.item()
     return total, {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -118,47 +118,23 @@ def build(folder: Path, **options: Any) -> tuple[Any, Any]:
     import torch
     import torch.distributed as dist
     import transformers as hf
-    from torch.distributed.fsdp import FSDPModule
 
     from shardyard.config import ParallelConfig
     from shardyard.config.layout import resolve_layout
     from shardyard.device import Device
-    from shardyard.models.causal_lm import Placement, TrainableCausalLM, base_class
+    from shardyard.models.causal_lm import Placement, base_class, trainable_class
     from shardyard.ops import DOCUMENTS_ATTENTION
     from shardyard.parallel import build_meshes
-    from shardyard.parallel.fsdp import apply_fsdp
-    from shardyard.parallel.recompute import apply_recompute
-    from shardyard.parallel.tensor import apply_tensor_parallel
 
-    parallel, device = ParallelConfig(**options), Device("cpu")
+    parallel = ParallelConfig(**options)
     meshes = build_meshes(resolve_layout(parallel, dist.get_world_size()), "cpu")
-    placement = Placement(parallel, meshes, device)
+    placement = Placement(parallel, meshes, Device("cpu"))
     base, config = base_class(hf.AutoConfig.from_pretrained(folder), str(folder), trust_remote_code=False)
-
-    class Split(base):  # type: ignore[misc,valid-type]
-        """The family's own forward; only the way it is split is ours."""
-
-        prepare_distribute_model = TrainableCausalLM.__dict__["prepare_distribute_model"]
-
-        @classmethod
-        def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-            model.config.distributed_config = distributed_config
-            model._is_distributed_loading_by_transformers = True
-            model.tie_weights(recompute_mapping=False)
-            apply_tensor_parallel(model, parallel, meshes)
-            apply_recompute(model, parallel)
-            apply_fsdp(model, parallel, meshes, device)
-            return model
-
-    Split.placement = placement
-    model = Split.from_pretrained(
+    cls: Any = trainable_class(base, placement)
+    model = cls.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation=DOCUMENTS_ATTENTION,
         distributed_config=placement.distributed_config,
     )  # fmt: skip
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
     return model.train(), meshes
 
 
@@ -168,28 +144,21 @@ def micro_batches(rows: Rows, meshes: Any, accumulation: int) -> list[Rows]:
     return [mine[start : start + size] for start in range(0, len(mine), size)]
 
 
-def loss_sum(model: Any, rows: Rows, meshes: Any) -> Any:
-    """The summed loss of rows end to end, padded by a document without labels to what tp divides."""
+def loss_sum(model: Any, rows: Rows) -> Any:
+    """The summed loss of rows end to end."""
     import torch
 
-    from shardyard.ops.vocabulary import cross_entropy_sum
-
-    lens = [len(ids) for ids, _ in rows]
-    padding = -sum(lens) % meshes.layout.tp
-    lens += [padding] * (padding > 0)
-    ids = torch.tensor([[*sum((ids for ids, _ in rows), []), *[5] * padding]])
-    labels = torch.tensor([*sum((labels for _, labels in rows), []), *[-100] * padding])
+    lens = tuple(len(ids) for ids, _ in rows)
+    ids = torch.tensor([[token for ids, _ in rows for token in ids]])
+    labels = torch.tensor([[label for _, labels in rows for label in labels]])
     positions = torch.cat([torch.arange(length) for length in lens])[None]
-    keep = torch.nonzero(labels != -100).squeeze(-1)
-    outputs = model(
-        input_ids=ids, position_ids=positions, doc_lens=tuple(lens), logits_to_keep=keep, use_cache=False
-    )
-    assert outputs.logits.shape == (1, len(keep), model.config.vocab_size // meshes.layout.tp)
-    return cross_entropy_sum(outputs.logits[0], labels[keep], meshes.tp_group)
+    return model(input_ids=ids, position_ids=positions, labels=labels, doc_lens=lens)
 
 
-def split_gradients(folder: Path, rows: Rows, **options: Any) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients on the ranks of the running group, accumulated over 2 micro-batches."""
+def split_gradients(
+    folder: Path, rows: Rows, accumulation: int = 2, **options: Any
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients on the ranks of the running group, accumulated over micro-batches."""
     import torch
     import torch.distributed as dist
     from support.training import whole
@@ -199,8 +168,8 @@ def split_gradients(folder: Path, rows: Rows, **options: Any) -> tuple[float, di
     model, meshes = build(folder, **options)
     count = sum(label != -100 for _, labels in rows for label in labels)
     total = torch.zeros(())
-    for piece in micro_batches(rows, meshes, 2):
-        loss = loss_sum(model, piece, meshes) / count
+    for piece in micro_batches(rows, meshes, accumulation):
+        loss = loss_sum(model, piece) / count
         loss.backward()
         total += loss.detach()
     GradientSums(model.parameters(), meshes)()

@@ -1,10 +1,10 @@
-"""Every parameter's gradient, split over tensor-parallel ranks, against the library's own model on one process."""
+"""Every parameter's gradient under tensor parallelism, against the library's own model on one process."""
 
 from __future__ import annotations
 
 import pytest
-from support.training import largest_relative_difference
 from parallel.tensor_models import CASES, reference_gradients, split_gradients, uneven_rows, write_model
+from support.training import largest_relative_difference
 
 
 @pytest.mark.parametrize("case", CASES)

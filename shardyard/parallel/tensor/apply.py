@@ -27,9 +27,10 @@ logger = logging.getLogger("shardyard.parallel")
 def apply_tensor_parallel(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) -> None:
     """Split the layers of the plan over ``meshes.tp``; nothing without tensor parallelism.
 
-    Afterwards the model's forward takes ids [1, T], T a multiple of tp, and position ids of all T tokens, and gives
-    logits [1, L, V/tp] of this rank's words. Between regions a rank has its [1, T/tp, H] tokens. Split parameters
-    are DTensors on ``meshes.tp``; each other parameter's gradient is to be summed over tp once a step.
+    Afterwards the model's forward takes ids [1, T], T a multiple of tp, and position ids of all T tokens,
+    and gives logits [1, L, V/tp] of this rank's words. Between regions a rank has its [1, T/tp, H] tokens.
+    Split parameters are DTensors on ``meshes.tp``; each other parameter's gradient is to be summed over tp
+    once a step.
 
     Raises:
         UserError: as `plan_tensor_parallel`.

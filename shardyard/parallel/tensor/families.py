@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-# Gradients of every parameter equal those of one process (tests/parallel/test_tensor_families.py). Others are refused:
-# a layer that mixes what a plan splits, or tokens that lie on different ranks, would give wrong numbers in silence.
+# Gradients of every parameter equal those of one process (tests/parallel/test_tensor_families.py). Others are
+# refused: a layer that mixes what a plan splits, or tokens that lie on different ranks, would give wrong
+# numbers in silence.
 MEASURED = frozenset(
-    "cohere2 deepseek_v3 gemma3_text glm4 glm4_moe gpt_oss llama mistral mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe "
-    "smollm3 starcoder2".split()
+    "cohere2 deepseek_v3 gemma3_text glm4 glm4_moe gpt_oss llama mistral mixtral olmo2 phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 starcoder2".split()
 )
 
 # Added to the family's own plan, in its notation; names that a model lacks are passed over.
@@ -17,7 +18,7 @@ _ATTENTION = {
     "model.layers.*.self_attn.o_proj": "rowwise",
 }
 ADAPTERS: dict[str, dict[str, str]] = {
-    # Latent attention: heads begin behind the second projections; what is before them is computed whole by each rank.
+    # Latent attention: heads begin behind the second projections; each rank computes what comes before.
     "deepseek_v3": {
         "model.layers.*.self_attn.q_proj": "colwise",
         "model.layers.*.self_attn.q_b_proj": "colwise",
@@ -30,5 +31,6 @@ ADAPTERS: dict[str, dict[str, str]] = {
 # Parameters of an attention with one number per head, which the split heads take a slice of.
 PER_HEAD = {"gpt_oss": ("sinks",)}
 
-# Settings of a config that are dropout of a region's output: each rank would drop other elements of its partial sums.
+# Settings of a config that are dropout of a region's output: each rank would drop other elements of its
+# partial sums.
 DROPOUT_OF_PARTIAL_SUMS = ("residual_dropout",)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class Splitter:
-    """Replaces parameters of a model on the meta device by their split selves, a tied one once for all owners."""
+    """Replaces a meta model's parameters by their split selves, a tied one once for all its owners."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh

@@ -39,7 +39,7 @@ class Region:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Regions in the order of the model; the names of the embedding and the head, None where a stage has none."""
+    """Regions in the model's order; names of embedding and head, None where a pipeline stage has none."""
 
     regions: list[Region]
     embedding: str | None
@@ -50,8 +50,8 @@ def plan_tensor_parallel(model: PreTrainedModel, parallel: ParallelConfig) -> Te
     """The model's own plan, what our adapters add to it, and the user's patterns on top.
 
     Raises:
-        UserError: a family that was not measured, sizes that tp_size does not divide, a pattern that splits what
-            cannot be split.
+        UserError: a family that was not measured, sizes that tp_size does not divide, a pattern that splits
+            what cannot be split.
     """
     _refuse_unmeasured(model, parallel)
     styles = _styles(model)
@@ -79,18 +79,20 @@ def _refuse_unmeasured(model: PreTrainedModel, parallel: ParallelConfig) -> None
     if config.model_type not in MEASURED:
         raise UserError(
             f"{key} splits layers of families that were measured to give the same gradients, and "
-            f"{config.model_type!r} is none of them ({', '.join(sorted(MEASURED))}); use parallel.fsdp_size instead"
+            f"{config.model_type!r} is none of them ({', '.join(sorted(MEASURED))}); "
+            "use parallel.fsdp_size instead"
         )
     for name in DROPOUT_OF_PARTIAL_SUMS:
         if getattr(config, name, None):
             raise UserError(
-                f"{key} cannot drop the same elements on every rank; set model.config_overrides: {{{name}: 0.0}}"
+                f"{key} cannot drop the same elements on every rank; "
+                f"set model.config_overrides: {{{name}: 0.0}}"
             )
     attention = str(config._attn_implementation)
     if attention in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys() and not attention.startswith("flash"):
         raise UserError(
-            f"{key}: the attention {attention!r} takes a mask, and a rank would make it from its own tokens only; "
-            "leave model.attn_implementation out"
+            f"{key}: the attention {attention!r} takes a mask, which a rank would make from its own tokens "
+            "only; leave model.attn_implementation out"
         )
 
 
@@ -110,12 +112,10 @@ def _check_patterns(model: PreTrainedModel, parallel: ParallelConfig, styles: di
             continue
         for name in select(patterns, linears, key=f"parallel.{key}"):
             if styles.get(name) != style:
-                splittable = sorted(
-                    {re.sub(r"\d+", "{*}", n) for n, found in styles.items() if found == style}
-                )
+                generals = {re.sub(r"\d+", "{*}", n) for n, found in styles.items() if found == style}
                 raise UserError(
                     f"parallel.{key}: {name} cannot be split so in a {model.config.model_type!r} model; "
-                    f"name some of {', '.join(splittable) or 'nothing'}"
+                    f"name some of {', '.join(sorted(generals)) or 'nothing'}"
                 )
 
 
@@ -145,10 +145,11 @@ def _refuse_uneven(model: PreTrainedModel, plan: TensorPlan, tp_size: int) -> No
             sizes["num_attention_heads"] = config.num_attention_heads
             sizes["num_key_value_heads"] = config.num_key_value_heads
         for name in region.rowwise:
-            sizes[f"the input of {name}"] = int(model.get_submodule(name).in_features)
+            layer: Any = model.get_submodule(name)
+            sizes[f"the input of {name}"] = layer.in_features
     for name, size in sizes.items():
         if size % tp_size:
             raise UserError(
-                f"parallel.tp_size: {tp_size} does not divide {size}, {name} of this {config.model_type!r} model; "
-                f"sizes that do: {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+                f"parallel.tp_size: {tp_size} does not divide {size}, {name} of this {config.model_type!r} "
+                f"model; sizes that do: {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
             )

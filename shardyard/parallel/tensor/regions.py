@@ -1,7 +1,7 @@
 """Forwards of modules whose parameters, or whose tokens, are split over ranks.
 
-All are set on the instance, under the module's call: hooks of FSDP and the recomputation of whole layers stay outside,
-and no parameter changes its name.
+All are set on the instance, under the module's call: hooks of FSDP and the recomputation of whole layers stay
+outside, and no parameter changes its name.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def use_parameters(module: nn.Module, views: Mapping[str, View]) -> None:
 def wrap_region(module: nn.Module, group: dist.ProcessGroup, *, is_split: bool) -> None:
     """Tokens [1, T/n, H] of this rank in and out, the whole sequence inside.
 
-    A split region's output is a partial sum of every token; otherwise each rank has computed every token, and the
-    slice's backward leaves zeros for the tokens of others. Either way a whole parameter inside has a gradient that
-    misses what the other ranks have: the sum over ranks is the gradient.
+    A split region's output is a partial sum of every token; otherwise each rank has computed every token, and
+    the slice's backward leaves zeros for the tokens of others. Either way a whole parameter inside has a
+    gradient that misses what the other ranks have: the sum over ranks is the gradient.
     """
     inner = module.forward
 
@@ -83,7 +83,7 @@ def own_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def wrap_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> None:
     """Ids [1, T] of the whole sequence -> vectors [1, T/n, H] of this rank's tokens.
 
-    Each rank looks up the words that it has; the sum over ranks, of which one has each word, is cut by tokens.
+    Each rank looks up the words that it has; the sum over ranks is cut by tokens.
     """
     inner, padding = module.forward, module.padding_idx
     words = module.num_embeddings // group.size()
@@ -118,7 +118,7 @@ def wrap_body(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def rank_0_only(group: dist.ProcessGroup) -> View:
-    """The bias of a partial sum, which one rank adds; zeros elsewhere, so that every rank has a gradient to sum."""
+    """The bias of a partial sum, which one rank adds; the others add zeros, so that all have a gradient."""
     factor = 1.0 if group.rank() == 0 else 0.0
     return lambda bias: bias * factor
 
