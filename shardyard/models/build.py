@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,14 @@ from shardyard.models.scratch import initialise_from_seed
 from shardyard.models.source import has_weights
 from shardyard.ops import DOCUMENTS_ATTENTION
 from shardyard.parallel import Precision, matches
+from shardyard.parallel.pipeline import (
+    PipelineModel,
+    Stage,
+    check_hands_on,
+    costs_of,
+    describe_whole,
+    plan_stages,
+)
 
 logger = logging.getLogger("shardyard.models")
 
@@ -61,12 +69,20 @@ def build_model(
     _check_attention(model_config.attn_implementation, placement.device)
     if model_config.config_overrides or model_config.attn_implementation:
         _rehearse(base, config, attention)
-    cls = trainable_class(base, placement)
-    if model_config.train_from_scratch:
-        model = _from_seed(cls, config, attention, placement, seed)
-    else:
-        model = _from_weights(cls, config, source, attention, model_config)
-    model.config.dtype = stated_dtype  # building in fp32 set it; the export goes by what the model states
+    precision = Precision.of(placement.parallel, placement.device)
+
+    def make(stage: Stage | None) -> PreTrainedModel:
+        cls = trainable_class(base, placement, stage)
+        if model_config.train_from_scratch:
+            made = _from_seed(cls, config, attention, placement, seed)
+        else:
+            made = _from_weights(cls, config, source, attention, model_config)
+        made.config.dtype = stated_dtype  # building in fp32 set it; the export goes by what the model states
+        return made
+
+    model: Any = (
+        make(None) if placement.meshes.layout.pp == 1 else _pipeline(base, config, attention, placement, make)
+    )
     device = placement.device.torch_device
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -74,8 +90,12 @@ def build_model(
                 module._buffers[name] = buffer.to(device)
     _freeze(model, model_config.freeze or [])
     model.train()
-    precision = Precision.of(placement.parallel, placement.device)
     unpacked = refused or _self_test(model, config, precision, device)
+    if unpacked and placement.meshes.layout.pp > 1:
+        raise UserError(
+            f"parallel.pp_size: each document of this model needs a forward of its own ({unpacked}), and the "
+            "micro-batches of a pipeline have one length; set pp_size to 1"
+        )
     return BuiltModel(model, config, source, precision, unpacked)
 
 
@@ -101,6 +121,30 @@ def _rehearse(base: type[PreTrainedModel], config: Any, attention: str | None) -
             "model.config_overrides, model.attn_implementation: the model cannot be built with these: "
             f"{type(error).__name__}: {_first_line(error)}"
         ) from error
+
+
+def _pipeline(
+    base: type[PreTrainedModel],
+    config: Any,
+    attention: str | None,
+    placement: Placement,
+    make: Callable[[Stage], PreTrainedModel],
+) -> PipelineModel:
+    """This rank's stages, cut where the parameters of the whole model say; that one exists on meta only."""
+    with torch.device("meta"):
+        whole = base._from_config(copy.deepcopy(config), attn_implementation=attention)
+    plan, facts = plan_stages(placement.parallel, costs_of(whole)), describe_whole(whole)
+    check_hands_on(whole)
+    meshes = placement.meshes
+    logger.info("pipeline over %d ranks, layers of each stage: %s", meshes.layout.pp, plan)
+    return PipelineModel(
+        [make(Stage(index, plan, facts)) for index in plan.stages_of(meshes.pp_rank)],
+        placement.parallel,
+        meshes.pp.get_group(),
+        placement.device.torch_device,
+        placement.sequence,
+        Precision.of(placement.parallel, placement.device).compute,
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -155,7 +199,9 @@ def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
         logger.warning(
             "%s holds %d tensors that this model does not use: %s", source, len(unexpected), unexpected[:5]
         )
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    stage = model.stage
+    elsewhere = stage is not None and not stage.is_last  # the tied output layer is on the last stage
+    tied = {} if elsewhere else model.get_expanded_tied_weights_keys(all_submodels=True)
     for target, origin in tied.items():
         if model.get_parameter(target) is not model.get_parameter(origin):
             raise UserError(
@@ -173,15 +219,23 @@ def _freeze(model: Any, patterns: Sequence[str]) -> None:
     """Stop the training of parameters whose name, or whose module's name, a pattern matches."""
     unused = set(patterns)
     for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one under both names
-        prefixes = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
         for pattern in patterns:
-            if any(matches(pattern, prefix) or fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes):
+            if _names_one(pattern, [name]):
                 parameter.requires_grad_(False)
                 unused.discard(pattern)
+    staged = isinstance(model, PipelineModel)
+    if staged:  # what a pattern names may be another rank's
+        unused = {pattern for pattern in unused if not _names_one(pattern, model.whole.names)}
     if unused:
         raise UserError(f"model.freeze: {', '.join(sorted(unused))} matches no parameter of this model")
-    if patterns and not any(p.requires_grad for p in model.parameters()):
+    if patterns and not staged and not any(p.requires_grad for p in model.parameters()):
         raise UserError("model.freeze: the patterns freeze every parameter; nothing is left to train")
+
+
+def _names_one(pattern: str, parameters: Iterable[str]) -> bool:
+    """Whether ``pattern`` matches one of the parameters, or a module that holds it."""
+    prefixes = (name.rsplit(".", cut)[0] for name in parameters for cut in range(name.count(".") + 1))
+    return any(matches(pattern, prefix) or fnmatch.fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
 def _self_test(model: Any, config: Any, precision: Precision, device: torch.device) -> str | None:

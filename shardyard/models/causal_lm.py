@@ -1,12 +1,10 @@
 """The seam to transformers: a subclass, made at run time, of the class that a config names.
 
-transformers owns the model code, the reading of sharded weights and the on-disk conversions. Three methods
-are ours:
-`prepare_distribute_model` (always both meshes, on the device that the device room chose),
-`maybe_distribute_model`
-(our own parallelism, called between construction on meta and the reading of weights) and `forward` (from
-tokens to
-the sum of the loss, all inside the FSDP root, since nothing may call the body or the head from outside it).
+transformers owns the model code, the reading of sharded weights and the on-disk conversions. Four methods
+are ours: `__init__` (which leaves of the model what a pipeline stage owns), `prepare_distribute_model`
+(always both meshes, on the device that the device room chose), `maybe_distribute_model` (our own parallelism,
+called between construction on meta and the reading of weights) and `forward` (from tokens to the sum of the
+loss, all inside the FSDP root, since nothing may call the body or the head from outside it).
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from shardyard.errors import UserError
 from shardyard.ops.vocabulary import cross_entropy_sum, gather_vocabulary
 from shardyard.parallel import Meshes, apply_parallelism
 from shardyard.parallel.experts.routing import Routing
+from shardyard.parallel.pipeline import Stage, prune, tied_weight_shared
 from shardyard.parallel.sequence import SequenceLayout, SequenceShare
 
 IGNORE_INDEX = -100
@@ -61,8 +60,15 @@ class TrainableCausalLM:
     """Mixed in before a transformers class; see the module's docstring."""
 
     placement: Placement
+    stage: Stage | None = None
+    """None for a whole model; else the constructor leaves what this pipeline stage owns."""
     routing: Routing | None = None
     """Set once the model is built; None for one without routers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.stage is not None:
+            prune(self, self.stage)
 
     @classmethod
     def prepare_distribute_model(
@@ -84,7 +90,8 @@ class TrainableCausalLM:
         placement = cls.placement
         # FSDP has to see a tied weight as one parameter of two modules; the loader ties it once more.
         model.tie_weights(recompute_mapping=False)
-        return apply_parallelism(model, placement.parallel, placement.meshes, placement.device)
+        with tied_weight_shared(model):
+            return apply_parallelism(model, placement.parallel, placement.meshes, placement.device)
 
     def forward(
         self,
@@ -93,6 +100,7 @@ class TrainableCausalLM:
         labels: torch.Tensor | None = None,
         doc_lens: tuple[int, ...] | None = None,
         is_filler: bool = False,
+        local_tokens: int | None = None,
     ) -> torch.Tensor:
         """This rank's part of the sum of the cross entropy over labelled positions, fp32 [].
 
@@ -100,19 +108,30 @@ class TrainableCausalLM:
         share it; labels are targets, shifted already, -100 where nothing is trained. Each cp rank sums over
         its own tokens, all tp ranks get the same number. Logits exist at labelled positions only. With
         ``labels`` None: all logits [1, T, V], on every rank. A filler's tokens count for no router.
+
+        In a pipeline the tokens are padded to ``local_tokens`` on each rank; what enters a later stage as
+        ``input_ids``, and leaves one before the last, are hidden states [1, local_tokens / tp, H].
         """
-        share = self.placement.sequence.share(doc_lens or (input_ids.shape[1],))
+        share = self.placement.sequence.share(doc_lens or (position_ids.shape[1],), local_tokens)
         extra: dict[str, Any] = share.attention_kwargs() if doc_lens is not None else {}
+        extra |= {"position_ids": share.cut_positions(position_ids), "use_cache": False}
+        first, last = self.stage is None or self.stage.is_first, self.stage is None or self.stage.is_last
+        extra |= {"input_ids": share.cut(input_ids, 0)} if first else {"inputs_embeds": input_ids}
+        with self._routed(share, input_ids.device, is_filler):
+            if not last:
+                return self.base_model(**extra).last_hidden_state  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            return self._loss_sum(share, labels, extra)
+
+    def _loss_sum(
+        self, share: SequenceShare, labels: torch.Tensor | None, arguments: dict[str, Any]
+    ) -> torch.Tensor:
+        """The family's own forward, and the loss or all logits; as `forward` says."""
         targets = None if labels is None else share.cut(labels, IGNORE_INDEX)[0]
         keep = 0 if targets is None else torch.nonzero(targets != IGNORE_INDEX).squeeze(-1)
         keeps = _keeps_logits(type(self))
         if keeps:
-            extra["logits_to_keep"] = keep
-        with self._routed(share, input_ids.device, is_filler):
-            outputs = super().forward(  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-                input_ids=share.cut(input_ids, 0), position_ids=share.cut_positions(position_ids),
-                use_cache=False, **extra,
-            )  # fmt: skip
+            arguments["logits_to_keep"] = keep
+        outputs = super().forward(**arguments)  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
         if targets is None:
             return self._whole(outputs.logits, share)
         assert isinstance(keep, torch.Tensor)
@@ -188,8 +207,9 @@ def _is_causal(cls: type) -> bool:
     return not any(name.endswith("ForMaskedLM") for name in vars(module or cls))
 
 
-def trainable_class(base: type[PreTrainedModel], placement: Placement) -> type[PreTrainedModel]:
-    """``base`` with our three methods. It keeps the name and module, which end in the exported config."""
-    return type(
-        base.__name__, (TrainableCausalLM, base), {"__module__": base.__module__, "placement": placement}
-    )
+def trainable_class(
+    base: type[PreTrainedModel], placement: Placement, stage: Stage | None = None
+) -> type[PreTrainedModel]:
+    """``base`` with our methods. It keeps the name and module, which end in the exported config."""
+    members = {"__module__": base.__module__, "placement": placement, "stage": stage}
+    return type(base.__name__, (TrainableCausalLM, base), members)

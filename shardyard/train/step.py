@@ -17,6 +17,7 @@ from shardyard.data.types import IGNORE_INDEX, MicroBatch
 from shardyard.device import Device, ProcessGroup
 from shardyard.optim import clip_gradients, owned_square_sum, set_lr
 from shardyard.parallel import GradientSums, Meshes, RoutingStats, answers_for
+from shardyard.parallel.pipeline import PipelineModel, tied_partners
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,10 @@ class TrainStep:
         self.packed, self.seed = packed, seed
         self.routing = model.routing
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.sum_gradients = GradientSums(self.parameters, meshes)
-        self.owned = [p for p in self.parameters if answers_for(p, meshes)]
+        self.tied = tied_partners(model)
+        self.sum_gradients = GradientSums(self.parameters, meshes, self.tied)
+        partners = {p for p, pair in self.tied if pair.rank() != 0}  # the first stage answers for them
+        self.owned = [p for p in self.parameters if answers_for(p, meshes) and p not in partners]
 
     def __call__(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
         """Update number ``step`` (from 1) with learning rate ``lr``.
@@ -124,6 +127,11 @@ class TrainStep:
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], counts: _Counts) -> list[torch.Tensor]:
         """Loss sums, one per micro-batch. Gradients are sums over ranks, so 1/N is the only factor."""
+        if isinstance(self.model, PipelineModel):
+            parts = [forward_parts(batch, 1, device=self.device, packed=True)[0] for batch in micro_batches]
+            losses = self.model.forward_backward(parts, counts.labelled)
+            self.sum_gradients()
+            return losses
         losses = []
         last = len(micro_batches) - 1
         for index, (batch, forwards) in enumerate(zip(micro_batches, counts.forwards, strict=True)):

@@ -1,0 +1,61 @@
+"""Invariant: a pipeline changes no number, whatever its schedule, its stages and what is inside them."""
+
+from __future__ import annotations
+
+import pytest
+from support.models import write_tiny_model
+from support.pipelines import joined, train_stages
+from support.training import Outcome, Recipe, largest_relative_difference, make_rows, train_rows
+
+TOLERANCE = 1e-5
+TRAINING = {"adam_epsilon": 1e-4, "max_grad_norm": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pipeline")
+    return {
+        "tied": write_tiny_model(root / "tied", "parity_dense"),
+        "untied": write_tiny_model(root / "untied", "parity_dense", tie_word_embeddings=False),
+        "moe": write_tiny_model(root / "moe", "parity_moe"),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, folders):
+    known: dict[str, Outcome] = {}
+
+    def of(family: str) -> Outcome:
+        if family not in known:
+            recipe = Recipe(training=TRAINING)
+            known[family] = ranks.run(1, train_rows, folders[family], make_rows(), recipe)[0]
+        return known[family]
+
+    return of
+
+
+def assert_same(ours: Outcome, reference: Outcome) -> None:
+    assert ours.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+    assert ours.norms == pytest.approx(reference.norms, rel=TOLERANCE)
+    assert largest_relative_difference(ours.first_grads, reference.first_grads) <= TOLERANCE
+    assert largest_relative_difference(ours.weights, reference.weights) <= TOLERANCE
+
+
+def case(world: int, family: str, accumulation: int, *, soak: bool = False, **parallel: object):
+    words = [f"{key}={value}" for key, value in parallel.items()]
+    name = f"{world} ranks, {family}, {accumulation} micro-batches, {' '.join(words)}"
+    marks = pytest.mark.soak if soak else ()
+    return pytest.param(world, family, accumulation, {"pp_size": 2, **parallel}, id=name, marks=marks)
+
+
+CASES = [
+    case(2, "untied", 4, pp_schedule="gpipe"),
+    case(2, "tied", 4, pp_schedule="1f1b", recompute=True),
+]
+
+
+@pytest.mark.parametrize(("world", "family", "accumulation", "parallel"), CASES)
+def test_pipeline_changes_nothing(ranks, folders, reference, world, family, accumulation, parallel):
+    recipe = Recipe(accumulation=accumulation, parallel=parallel, training=TRAINING)
+    parts = ranks.run(world, train_stages, folders[family], make_rows(), recipe)
+    assert_same(joined(parts), reference(family))
