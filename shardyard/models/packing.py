@@ -16,9 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 # Measured packed against alone, with the documents attention: difference below 1e-5.
 MEASURED = frozenset(
-    "cohere2 deepseek_v3 gemma3_text glm4 glm4_moe gpt2 gpt_neox llama mistral mixtral olmo2 phi3 qwen2 "
-    "qwen3 "
-    "qwen3_moe smollm3 starcoder2".split()
+    "cohere2 deepseek_v3 gemma3_text glm4 glm4_moe gpt2 gpt_neox gpt_oss llama mistral mixtral olmo2 phi3 "
+    "qwen2 qwen3 qwen3_moe smollm3 starcoder2".split()
 )
 # These choose their frequencies from the longest position they see, so a document's numbers would depend on
 # which others share its forward.

@@ -111,15 +111,17 @@ class SequenceShare:
         """[1, T] -> [1, T_local]: this rank's tokens in the order it holds them, padding is ``fill``."""
         if self.is_whole:
             return row
-        anchor, _, real = self._table.on(row.device)
+        anchor, real = self._table.on(row.device)
         return torch.where(real, row[:, anchor], fill)
 
     def cut_positions(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """[1, T] -> [1, T_local]: the data's own; going on in a document's padding, 0, 1, ... in a dummy."""
+        """[1, T] -> [1, T_local]: the data's own; in padding a document's last, so that none is too large for
+        a model, and 0 in a dummy.
+        """
         if self.is_whole:
             return position_ids
-        anchor, offset, _ = self._table.on(position_ids.device)
-        return torch.where(anchor < 0, offset, position_ids[:, anchor] + offset)
+        anchor, _ = self._table.on(position_ids.device)
+        return torch.where(anchor < 0, 0, position_ids[:, anchor])
 
     def restore(self, parts: torch.Tensor) -> torch.Tensor:
         """[cp, 1, T_local, ...], each rank's tokens -> [1, T, ...], in the data's order, without padding."""
@@ -150,17 +152,16 @@ class _Table:
     """Where this rank's tokens come from, and where the data's are.
 
     ``anchor`` [T_local]: the token in the data, a document's last one for its padding, -1 in a dummy;
-    ``offset`` [T_local]: how far behind it (in a dummy: behind its start); ``real`` [T_local]: tokens of the
-    data; ``place`` [T]: where each of those is in the ranks' parts laid end to end.
+    ``real`` [T_local]: tokens of the data; ``place`` [T]: where each of those is in the ranks' parts laid end
+    to end.
     """
 
     anchor: torch.Tensor
-    offset: torch.Tensor
     real: torch.Tensor
     place: torch.Tensor
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.anchor.to(device), self.offset.to(device), self.real.to(device)
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.anchor.to(device), self.real.to(device)
 
 
 def _table(layout: SequenceLayout, real_lens: tuple[int, ...], doc_lens: tuple[int, ...]) -> _Table:
@@ -172,13 +173,12 @@ def _table(layout: SequenceLayout, real_lens: tuple[int, ...], doc_lens: tuple[i
     start = np.repeat(np.cumsum(lengths) - lengths, padded)
     real, dummy = within < length, length == 0
     anchor = np.where(dummy, -1, start + np.minimum(within, length - 1))
-    offset = np.where(dummy, within, np.maximum(0, within - length + 1))
     # All tokens, rank by rank, each rank's in the order of the sequence.
     order = np.argsort(_holder(layout, padded, within), kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     mine = order.reshape(layout.cp_size, -1)[layout.cp_rank]
-    tables = (anchor[mine], offset[mine], real[mine], place[real])
+    tables = (anchor[mine], real[mine], place[real])
     return _Table(*(torch.from_numpy(np.ascontiguousarray(table)) for table in tables))
 
 
