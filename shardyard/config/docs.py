@@ -1,4 +1,4 @@
-"""Writes docs/arguments.md and its Chinese twin from the schema.
+"""Writes docs/arguments.md and its Chinese twin from the schema, and the tables of docs/parallelism.md.
 
 ``python -m shardyard.config.docs [FOLDER]``
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardyard.config.explain import chinese, default_text, limits_text, type_text
 from shardyard.config.later import LATER
+from shardyard.config.parallelism_tables import refreshed
 from shardyard.config.rules import show
 from shardyard.config.schema import FIELDS, SECTIONS
 from shardyard.config.suggest import MOVED
@@ -138,11 +139,14 @@ def _row(path: str, language: _Language) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Write both pages below the folder ``argv[0]``, by default ``docs``."""
+    """Write the pages below the folder ``argv[0]``, by default ``docs``."""
     folder = Path(argv[0] if argv else "docs")
     for page, language in ((folder / "arguments.md", ENGLISH), (folder / "zh" / "arguments.md", CHINESE)):
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(render(language), encoding="utf-8")
+    page = folder / "parallelism.md"
+    if page.exists():
+        page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardyard.config.later import LATER
 from shardyard.config.rules import show
 from shardyard.config.schema import FIELDS
 from shardyard.config.suggest import suggest
+from shardyard.config.support import NEVER
 from shardyard.config.values import kind_of
 from shardyard.errors import UserError
 
@@ -33,12 +36,18 @@ def explain(path: str) -> str:
     rows["中文"] = chinese(path)
     if path in LATER:
         rows["note"] = later_text(path)
+    for never in NEVER:
+        if never.path == path:
+            values = ", ".join(map(show, never.values or ())) or "any value but the default"
+            rows["refused"] = f"{values}: {never.reason}"
     return "\n".join([path, *(f"  {name}: {text}" for name, text in rows.items())])
 
 
 def type_text(path: str) -> str:
-    """The type of a setting in words."""
-    return kind_of(FIELDS[path]).describe()
+    """The type of a setting in words, without values that are always refused."""
+    kind = kind_of(FIELDS[path])
+    refused = {value for never in NEVER if never.path == path for value in never.values or ()}
+    return replace(kind, choices=tuple(word for word in kind.choices if word not in refused)).describe()
 
 
 def default_text(path: str) -> str:

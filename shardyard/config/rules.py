@@ -93,7 +93,7 @@ def _check_support(checked: Checked) -> None:
         if verdict.kind == "refused":
             text = f"{one.title} with {other.title} is refused: {verdict.reason}"
             checked.fault((one.key, other.key), text)
-        else:
+        elif verdict.kind == "no effect":
             checked.warn(one.key, f"has no effect: {verdict.reason}")
     dispatcher = checked.config.parallel.ep_dispatcher
     if dispatcher != "eager" and checked.config.parallel.ep_size > 1:

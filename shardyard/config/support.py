@@ -126,7 +126,7 @@ AXES = ("tp", "pp", "ep", "cp-ulysses", "cp-ring", "cp-kvallgather", "hsdp")
 class Verdict:
     """Why a pair does not simply work."""
 
-    kind: Literal["refused", "no effect"]
+    kind: Literal["refused", "refused by a layout rule", "no effect"]
     reason: str
 
 
@@ -139,7 +139,7 @@ _ALONE = Verdict(
     "the parts of a sequence meet in the attention that keeps documents apart; this family does not use it",
 )
 _DROPOUT = Verdict("refused", "blocks of one softmax would drop different weights; use cp_type ulysses")
-_NO_EXPERTS = Verdict("no effect", "the model has no experts")
+_IDLE = Verdict("no effect", "the model has no experts")
 
 EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("enable_chunk_batch", "tp"): _PIECES,
@@ -154,9 +154,10 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ),
     ("attention_dropout", "cp-ring"): _DROPOUT,
     ("attention_dropout", "cp-kvallgather"): _DROPOUT,
-    ("fix_router", "dense"): _NO_EXPERTS,
-    ("router_aux_loss", "dense"): _NO_EXPERTS,
-    ("router_bias", "dense"): _NO_EXPERTS,
+    ("dense", "ep"): Verdict("refused by a layout rule", "the model has no experts"),
+    ("fix_router", "dense"): _IDLE,
+    ("router_aux_loss", "dense"): _IDLE,
+    ("router_bias", "dense"): _IDLE,
 }
 """(feature, feature or axis) -> why not; the reason is told at the first one's setting if that was set."""
 

@@ -144,13 +144,8 @@ def test_the_tuning_shape_loads_with_old_switches_under_training(tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--parallel.ep_size", "8"], "expert parallelism"),
-        (["--parallel.cp_size", "32"], "context parallelism"),
-        (["--parallel.tp_size", "2"], "tensor parallelism"),
-        (["--training.router_aux_loss_coef", "0.001"], "load-balancing"),
         (["--model.quant_recipe_name", "mxfp8"], "low-precision"),
         (["--model.quant_converters", "quantize.linear.mx", "quantize.moe.mx"], "low-precision"),
-        (["--parallel.efsdp_shard_placement_fn", "shard_by_dim_0"], "sharded dimension"),
         (["--parallel.param_dtype", "fp16"], "fp16"),
     ],
 )
@@ -176,7 +171,7 @@ REFERENCE_DEFAULTS = {
     "data.data_manager_type": "lf", "data.split": "100,0,0", "data.val_size": 0.0,
     "parallel.tp_size": 1, "parallel.ep_size": 1, "parallel.cp_size": 1, "parallel.cp_type": "ulysses",
     "parallel.recompute": False, "parallel.reshard_after_forward": True, "parallel.reduce_dtype": "fp32",
-    "parallel.fsdp_implementation": "native", "parallel.efsdp_shard_placement_fn": "shard_by_dim_1",
+    "parallel.fsdp_implementation": "native",
     "parallel.num_to_forward_prefetch": 1, "parallel.chunk_mbs": 1, "parallel.chunk_mbs_arg_indexs": (0,),
     "training.deterministic": True, "training.optimizer": "adamw", "training.lr": 1e-5,
     "training.weight_decay": 0.01, "training.adam_beta1": 0.9, "training.adam_beta2": 0.95,
@@ -190,6 +185,33 @@ REFERENCE_DEFAULTS = {
     "training.mtp_loss_scaling_factor": 0.3, "training.indexer_loss_coeff": 1.0,
     "optimization.pre_tokens": 1048576, "optimization.gdn_chunk_size": 64, "inference.max_new_tokens": 512,
 }  # fmt: skip
+
+
+OWN_DEFAULTS = {
+    # The reference's shard_by_dim_1 is read by none of its running code; auto wastes least.
+    "parallel.efsdp_shard_placement_fn": "auto",
+}
+
+
+def test_defaults_that_depart_from_the_references() -> None:
+    config = load_config(["model.model_name_or_path=x", "training.output_dir=y"]).config
+    assert {path: config.parallel.model_dump()[path.split(".")[1]] for path in OWN_DEFAULTS} == OWN_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--parallel.ep_size", "8"],
+        ["--parallel.cp_size", "32"],
+        ["--parallel.tp_size", "2"],
+        ["--training.router_aux_loss_coef", "0.001"],
+        ["--parallel.efsdp_shard_placement_fn", "shard_by_dim_1"],
+    ],
+)
+def test_parallel_settings_of_the_references_command_lines_load(tmp_path: Path, words: list[str]) -> None:
+    loaded = _load(tmp_path, TUNE, *words)
+    section, key = words[0][2:].split(".")
+    assert str(getattr(getattr(loaded.config, section), key)) == words[1]
 
 
 def test_defaults_are_the_references() -> None:

@@ -17,6 +17,7 @@ from shardyard.cli.check import check, schema
 from shardyard.config import Config, load_config
 from shardyard.config.docs import CHINESE, ENGLISH, render
 from shardyard.config.explain import chinese
+from shardyard.config.parallelism_tables import refreshed
 from shardyard.config.resolved import dump_yaml, format_table
 from shardyard.config.schema import FIELDS
 from shardyard.errors import UserError
@@ -100,9 +101,9 @@ def test_check_prints_the_table_the_warnings_and_the_layout(
     assert check([str(path), "--world-size", "4", "parallel.fsdp_size=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "warning: data.dataset: not set; training needs it" in lines
-    assert any(line.startswith("layout on 4 ranks: 2 replicas x 2 shards") for line in lines)
+    assert any(line.startswith("layout on 4 ranks: pp 1 x dp_replicate 2 x fsdp 2 x tp 1") for line in lines)
     assert lines[-1] == f"{path}: valid"
-    with pytest.raises(UserError, match=r"parallel.fsdp_size: 8 is more than the 4 ranks"):
+    with pytest.raises(UserError, match=r"parallel.fsdp_size: 8 does not divide the 4 ranks"):
         check([str(path), "--world-size=4", "parallel.fsdp_size=8"])
     for words in (["--world-size", "x"], ["--world-size"]):
         with pytest.raises(UserError, match="--world-size"):
@@ -137,6 +138,9 @@ def test_the_generated_pages_are_current() -> None:
     hint = "run: python -m shardyard.config.docs"
     assert (ROOT / "docs" / "arguments.md").read_text(encoding="utf-8") == render(ENGLISH), hint
     assert (ROOT / "docs" / "zh" / "arguments.md").read_text(encoding="utf-8") == render(CHINESE), hint
+    page = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    assert page == refreshed(page), hint
+    assert all(f"<!-- table: {name} -->\n\n|" in page for name in ("rules", "support"))
 
 
 def test_every_field_has_a_meaning_in_both_languages() -> None:
