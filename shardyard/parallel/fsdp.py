@@ -28,7 +28,7 @@ from shardyard.parallel.meshes import Meshes
 from shardyard.parallel.ownership import local
 from shardyard.parallel.patterns import select_modules
 
-PlacementFn = Callable[[nn.Parameter], Shard]
+PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -76,10 +76,10 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     names = {name for name, _ in blocks + experts}
     units = [(n, m) for n, m in model.named_modules() if n in names]
     groups = _groups(owners, units, managed={p for module in whole for p in module.parameters()})
-    dense = dense_placement(model, parallel, meshes.layout.fsdp)
+    dense = placement(model, parallel, meshes.layout.fsdp)
     for group in groups:
         mesh, place = (
-            (meshes.expert_fsdp, expert_placement_fn(parallel, meshes.layout.ep_fsdp))
+            (meshes.expert_fsdp, placement(model, parallel, meshes.layout.ep_fsdp))
             if group[0] in on_their_own
             else (meshes.fsdp, dense)
         )
@@ -125,10 +125,13 @@ def _expert_blocks(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) -
     return chosen
 
 
-def expert_placement_fn(parallel: ParallelConfig, shards: int) -> PlacementFn:
-    """Parameter of an experts module -> the dimension on which FSDP splits it over ``shards`` ranks."""
-    wish = parallel.efsdp_shard_placement_fn
-    return lambda parameter: Shard(expert_placement(local(parameter).shape, shards, wish))
+def placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> PlacementFn:
+    """Parameter -> the dimension on which FSDP splits it over ``shards`` ranks; None is the first one."""
+    experts = expert_placement(
+        (module for _, module in fused_experts(model)), shards, parallel.efsdp_shard_placement_fn
+    )
+    dense = dense_placement(model, parallel, shards)
+    return lambda parameter: experts(parameter) or (dense(parameter) if dense else None)
 
 
 def dense_placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> PlacementFn | None:

@@ -25,18 +25,19 @@ def expert_placement(
     ``experts`` are experts modules after expert parallelism, ``shards`` the size of the mesh dimension that
     splits them. Other parameters get None, FSDP's own choice.
 
-    Raises:
+    Raises (when it is called):
         UserError: shard_by_dim_1, and a tensor has no such dimension that ``shards`` divides.
     """
-    chosen = {
-        parameter: Shard(_dimension(module, name, parameter, shards, wish))
+    held = {
+        parameter: (module, name)
         for module in experts
         for name, parameter in module.named_parameters(recurse=False)
     }
-    return chosen.get
+    return lambda parameter: Shard(_dimension(*held[parameter], shards, wish)) if parameter in held else None
 
 
-def _dimension(module: nn.Module, name: str, parameter: nn.Parameter, shards: int, wish: Wish) -> int:
+def _dimension(module: nn.Module, name: str, shards: int, wish: Wish) -> int:
+    parameter = module.get_parameter(name)
     shape = tuple((parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape)
     joined = _joined_dimension(module, name)
     if wish == "shard_by_dim_1":
