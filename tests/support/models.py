@@ -50,6 +50,11 @@ def tiny_config(family: str) -> Any:
                 n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
                 tie_word_embeddings=False,
             )  # fmt: skip
+        case "gpt_oss":
+            return hf.GptOssConfig(
+                **_COMMON | dict(intermediate_size=24), head_dim=8, num_local_experts=4,
+                num_experts_per_tok=2, sliding_window=8, tie_word_embeddings=False,
+            )  # fmt: skip
         case "parity_dense":
             return hf.Qwen3Config(**_PARITY, head_dim=8, tie_word_embeddings=True)
         case "parity_moe":
