@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
 
 from shardyard.config.layout_rules import RULES
 from shardyard.config.support import AXES, EXCEPTIONS, FEATURES, NEVER, Verdict, verdict_of
@@ -26,19 +25,18 @@ def rules_table() -> list[str]:
 
 
 def support_table() -> list[str]:
-    """Every feature against every axis, the other exceptions, and what is refused for good."""
+    """Features against axes, the exceptions between other features, and what is refused for good."""
     notes: list[str] = []
+    cells = {name: [_cell(name, axis, notes) for axis in AXES] for name in FEATURES}
+    plain = [name for name, row in cells.items() if name not in AXES and set(row) == {"yes"}]
     rows = [
-        f"| {feature.title} | {' | '.join(_cell(name, axis, notes) for axis in AXES)} |"
-        for name, feature in FEATURES.items()
+        f"| {FEATURES[name].title} | {' | '.join(row)} |" for name, row in cells.items() if name not in plain
     ]
     others = [
         f"- {FEATURES[one].title} with {FEATURES[other].title}: {verdict.kind}; {verdict.reason}."
         for (one, other), verdict in EXCEPTIONS.items()
         if not {one, other}.intersection(AXES)
     ]
-    never = [f"- `{item.path}`{_values(item.values)}: {item.reason}." for item in NEVER]
-    pairs = len(list(combinations(FEATURES, 2)))
     return [
         f"| | {' | '.join(AXES)} |",
         f"|---|{'---|' * len(AXES)}",
@@ -46,14 +44,15 @@ def support_table() -> list[str]:
         "",
         *(f"{number}. {note}." for number, note in enumerate(notes, 1)),
         "",
-        f"Of all {pairs} pairs of rows, also those that no column shows, these are the others that do not "
-        "simply work:",
+        f"With every axis work: {', '.join(FEATURES[name].title for name in plain)}.",
+        "",
+        f"All other pairs of these {len(FEATURES)} features work too, but for:",
         "",
         *others,
         "",
         "Refused whatever else is set:",
         "",
-        *never,
+        *(f"- `{item.path}`{_values(item.values)}: {item.reason}." for item in NEVER),
     ]
 
 

@@ -224,7 +224,7 @@ def test_a_layout_is_accepted_exactly_when_it_fits_and_every_suggestion_fits(
 
 
 @pytest.mark.soak
-@settings(deadline=None, max_examples=20_000)
+@settings(deadline=None, max_examples=5_000)
 @given(wish=WISHES, world=WORLD, shape=SHAPES, micro_batches=st.integers(1, 12))
 def test_many_layouts_are_accepted_exactly_when_they_fit(
     wish: dict[str, Any], world: int, shape: ModelShape | None, micro_batches: int

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -165,15 +165,17 @@ def test_check_answers_in_half_a_second(tmp_path: Path) -> None:
     path.write_text(TEXT, encoding="utf-8")
     words = [str(path), "model.model_name_or_path=m", "training.output_dir=o"]
     fastest = float("inf")
-    for _ in range(20):  # the machine may be busy: the bar is for the fastest run
-        start = time.perf_counter()
+    for _ in range(5):  # of a processor: the machine may be busy with other work
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-m", "shardyard", "check", *words],
             check=True,
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
         )
-        fastest = min(fastest, time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        fastest = min(fastest, seconds)
         if fastest < 0.5:
             break
     assert fastest < 0.5

@@ -10,38 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.published_shapes import PUBLISHED
 
 from shardyard.cli import main
 
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
-_QWEN3_MOE = {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4,
-    "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        **_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-    "qwen3-0.6b": {
-        **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "tie_word_embeddings": True,
-    },
-    "qwen3-30b-a3b": {
-        **_QWEN3_MOE, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32,
-    },
-    "deepseek-v3": {
-        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
-        "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
-        "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "kv_lora_rank": 512,
-        "q_lora_rank": 1536, "v_head_dim": 128, "first_k_dense_replace": 3, "num_experts_per_tok": 8,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
-        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
-    },
+    **PUBLISHED,
     "tiny": {
         "model_type": "llama", "vocab_size": 199, "hidden_size": 48, "intermediate_size": 90,
         "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3,
@@ -58,48 +32,48 @@ MODELS: dict[str, dict[str, Any]] = {
 
 INVALID: list[tuple[str, int | None, str, str]] = [
     # the number of ranks
-    ("qwen3-8b", 6, "tp_size=4", "parallel.tp_size"),
-    ("qwen3-8b", 8, "tp_size=2 pp_size=3", "parallel.tp_size"),
-    ("qwen3-8b", 8, "fsdp_size=3", "parallel.fsdp_size"),
-    ("qwen3-8b", 8, "fsdp_size=16", "parallel.fsdp_size"),
-    ("qwen3-8b", 16, "tp_size=4 fsdp_size=8", "parallel.fsdp_size"),
-    ("qwen3-8b", 8, "cp_size=3 cp_type=ring", "parallel.cp_size"),
-    ("qwen3-8b", 16, "tp_size=4 cp_size=8", "parallel.cp_size"),
-    ("qwen3-8b", 16, "fsdp_size=2 cp_size=4 cp_type=kvallgather", "parallel.cp_size"),
-    ("qwen3-30b-a3b", 8, "ep_size=16", "parallel.ep_size"),
-    ("qwen3-30b-a3b", 16, "fsdp_size=4 ep_size=8", "parallel.ep_size"),
-    ("qwen3-30b-a3b", 16, "tp_size=4 ep_size=2", "parallel.ep_size"),
-    ("qwen3-30b-a3b", 16, "ep_size=4 ep_fsdp_size=8", "parallel.ep_fsdp_size"),
+    ("Qwen3-8B", 6, "tp_size=4", "parallel.tp_size"),
+    ("Qwen3-8B", 8, "tp_size=2 pp_size=3", "parallel.tp_size"),
+    ("Qwen3-8B", 8, "fsdp_size=3", "parallel.fsdp_size"),
+    ("Qwen3-8B", 8, "fsdp_size=16", "parallel.fsdp_size"),
+    ("Qwen3-8B", 16, "tp_size=4 fsdp_size=8", "parallel.fsdp_size"),
+    ("Qwen3-8B", 8, "cp_size=3 cp_type=ring", "parallel.cp_size"),
+    ("Qwen3-8B", 16, "tp_size=4 cp_size=8", "parallel.cp_size"),
+    ("Qwen3-8B", 16, "fsdp_size=2 cp_size=4 cp_type=kvallgather", "parallel.cp_size"),
+    ("Qwen3-30B-A3B", 8, "ep_size=16", "parallel.ep_size"),
+    ("Qwen3-30B-A3B", 16, "fsdp_size=4 ep_size=8", "parallel.ep_size"),
+    ("Qwen3-30B-A3B", 16, "tp_size=4 ep_size=2", "parallel.ep_size"),
+    ("Qwen3-30B-A3B", 16, "ep_size=4 ep_fsdp_size=8", "parallel.ep_fsdp_size"),
     # heads, vocabulary and widths
-    ("qwen3-8b", 16, "tp_size=16", "parallel.tp_size"),
-    ("qwen3-30b-a3b", 32, "tp_size=8 ep_size=8", "parallel.tp_size"),
-    ("qwen3-8b", None, "tp_size=5", "parallel.tp_size"),
+    ("Qwen3-8B", 16, "tp_size=16", "parallel.tp_size"),
+    ("Qwen3-30B-A3B", 32, "tp_size=8 ep_size=8", "parallel.tp_size"),
+    ("Qwen3-8B", None, "tp_size=5", "parallel.tp_size"),
     ("tiny", 4, "tp_size=2", "parallel.tp_size"),
     ("tiny", 3, "tp_size=3", "parallel.tp_size"),
     ("tiny-shared", 4, "tp_size=4", "parallel.tp_size"),
     ("mamba", 4, "tp_size=2", "parallel.tp_size"),
-    ("deepseek-v3", 256, "cp_size=64 tp_size=4", "parallel.cp_size"),
-    ("qwen3-0.6b", 32, "cp_size=32", "parallel.cp_size"),
+    ("DeepSeek-V3", 256, "cp_size=64 tp_size=4", "parallel.cp_size"),
+    ("Qwen3-0.6B", 32, "cp_size=32", "parallel.cp_size"),
     # experts
     ("gpt-oss-20b", 64, "ep_size=64", "parallel.ep_size"),
-    ("qwen3-8b", 8, "ep_size=4", "parallel.ep_size"),
+    ("Qwen3-8B", 8, "ep_size=4", "parallel.ep_size"),
     ("gpt-oss-20b", 64, "ep_size=1 tp_size=8 efsdp_shard_placement_fn=shard_by_dim_1 fsdp_size=64",
      "parallel.fsdp_size"),
     ("gpt-oss-20b", 128, "ep_size=1 tp_size=2 efsdp_shard_placement_fn=shard_by_dim_1",
      "parallel.efsdp_shard_placement_fn"),
-    ("qwen3-0.6b", 12, "shard_placement_fn=shard_by_dim_1", "parallel.shard_placement_fn"),
+    ("Qwen3-0.6B", 12, "shard_placement_fn=shard_by_dim_1", "parallel.shard_placement_fn"),
     # pipelines
     ("tiny", 4, "pp_size=4", "parallel.pp_size"),
-    ("deepseek-v3", 512, "pp_size=16", "training.gradient_accumulation_steps"),
-    ("qwen3-8b", 8, "pp_size=4 pp_layers_per_stage=[9,9,9,8]", "parallel.pp_layers_per_stage"),
-    ("qwen3-8b", 8, "pp_size=4 pp_layers_per_stage=[12,12,12]", "parallel.pp_layers_per_stage"),
-    ("qwen3-8b", 8, "pp_size=2 pp_stages_per_rank=2", "parallel.pp_stages_per_rank"),
-    ("qwen3-8b", 8, "pp_size=2 pp_schedule=interleaved_1f1b pp_stages_per_rank=1",
+    ("DeepSeek-V3", 512, "pp_size=16", "training.gradient_accumulation_steps"),
+    ("Qwen3-8B", 8, "pp_size=4 pp_layers_per_stage=[9,9,9,8]", "parallel.pp_layers_per_stage"),
+    ("Qwen3-8B", 8, "pp_size=4 pp_layers_per_stage=[12,12,12]", "parallel.pp_layers_per_stage"),
+    ("Qwen3-8B", 8, "pp_size=2 pp_stages_per_rank=2", "parallel.pp_stages_per_rank"),
+    ("Qwen3-8B", 8, "pp_size=2 pp_schedule=interleaved_1f1b pp_stages_per_rank=1",
      "parallel.pp_stages_per_rank"),
-    ("qwen3-8b", 8, "pp_size=2 pp_schedule=interleaved_1f1b training.gradient_accumulation_steps=5",
+    ("Qwen3-8B", 8, "pp_size=2 pp_schedule=interleaved_1f1b training.gradient_accumulation_steps=5",
      "training.gradient_accumulation_steps"),
     # several at once
-    ("deepseek-v3", 2048, "pp_size=16 tp_size=3 ep_size=100", "parallel.tp_size"),
+    ("DeepSeek-V3", 2048, "pp_size=16 tp_size=3 ep_size=100", "parallel.tp_size"),
 ]  # fmt: skip
 
 
@@ -147,20 +121,20 @@ def test_there_are_thirty_of_them_and_every_key_is_met() -> None:
 
 
 VALID: list[tuple[str, int | None, str]] = [
-    ("qwen3-8b", 8, ""),
-    ("qwen3-8b", None, "tp_size=8 pp_size=4 training.gradient_accumulation_steps=4"),
-    ("qwen3-8b", 64, "tp_size=8 cp_size=4 fsdp_size=4"),
-    ("qwen3-8b", 64, "cp_size=64 cp_type=ring"),
-    ("qwen3-30b-a3b", 64, "tp_size=4 ep_size=64"),
-    ("qwen3-30b-a3b", 16, "ep_size=4 ep_fsdp_size=4"),
-    ("qwen3-30b-a3b", 256, "ep_size=1 tp_size=4"),
-    ("deepseek-v3", 2048, "pp_size=16 ep_size=64 tp_size=4 training.gradient_accumulation_steps=32"),
+    ("Qwen3-8B", 8, ""),
+    ("Qwen3-8B", None, "tp_size=8 pp_size=4 training.gradient_accumulation_steps=4"),
+    ("Qwen3-8B", 64, "tp_size=8 cp_size=4 fsdp_size=4"),
+    ("Qwen3-8B", 64, "cp_size=64 cp_type=ring"),
+    ("Qwen3-30B-A3B", 64, "tp_size=4 ep_size=64"),
+    ("Qwen3-30B-A3B", 16, "ep_size=4 ep_fsdp_size=4"),
+    ("Qwen3-30B-A3B", 256, "ep_size=1 tp_size=4"),
+    ("DeepSeek-V3", 2048, "pp_size=16 ep_size=64 tp_size=4 training.gradient_accumulation_steps=32"),
     ("gpt-oss-20b", 64, "ep_size=32 tp_size=8"),
     ("gpt-oss-20b", 16, "ep_size=8 efsdp_shard_placement_fn=shard_by_dim_1"),
-    ("qwen3-8b", 8, "pp_size=4 pp_schedule=gpipe"),
-    ("qwen3-8b", 8, "pp_size=4 pp_schedule=interleaved_1f1b training.gradient_accumulation_steps=10"),
-    ("qwen3-8b", 8, "pp_size=4 pp_schedule=interleaved_1f1b training.gradient_accumulation_steps=3"),
-    ("qwen3-8b", 6, "pp_size=3 pp_layers_per_stage=[10,14,12] training.gradient_accumulation_steps=3"),
+    ("Qwen3-8B", 8, "pp_size=4 pp_schedule=gpipe"),
+    ("Qwen3-8B", 8, "pp_size=4 pp_schedule=interleaved_1f1b training.gradient_accumulation_steps=10"),
+    ("Qwen3-8B", 8, "pp_size=4 pp_schedule=interleaved_1f1b training.gradient_accumulation_steps=3"),
+    ("Qwen3-8B", 6, "pp_size=3 pp_layers_per_stage=[10,14,12] training.gradient_accumulation_steps=3"),
     ("mamba", 4, "fsdp_size=2"),
     ("tiny", 3, "fsdp_size=3"),
 ]
@@ -202,7 +176,7 @@ def test_the_layouts_groups_and_the_step_are_shown(
 ) -> None:
     words = "pp_size=2 tp_size=2 cp_size=2 ep_size=4 training.gradient_accumulation_steps=4"
     batch = "training.per_device_train_batch_size=3 data.cutoff_len=100"
-    assert _check(tmp_path, "qwen3-30b-a3b", 16, [*words.split(), *batch.split()]) == 0
+    assert _check(tmp_path, "Qwen3-30B-A3B", 16, [*words.split(), *batch.split()]) == 0
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
     # tp innermost, then fsdp with cp inside it, pp outermost; experts: ep innermost of fsdp x tp
     assert lines >= {
@@ -218,7 +192,7 @@ def test_the_layouts_groups_and_the_step_are_shown(
 
 
 def test_a_layout_is_judged_without_torch(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-8B"]), encoding="utf-8")
     words = ["check", f"model.model_name_or_path={tmp_path}", f"training.output_dir={tmp_path}/out"]
     program = (
         "import sys; from shardyard.cli import main; "
