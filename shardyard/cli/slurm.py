@@ -102,7 +102,8 @@ def expand_hosts(text: str) -> list[str]:
         UserError: the list cannot be read.
     """
     hosts: list[str] = []
-    for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+    words = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    for word in words if ",".join(words) == text else ():
         parts = re.split(r"\[([^\[\]]*)\]", word)  # text, range, text, range, ..., text
         names = [parts[0]]
         for ranges, after in zip(parts[1::2], parts[2::2], strict=True):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardyard.device.device import Device
+from shardyard.device.interface import choose_gloo_interface
 from shardyard.device.peers import PeerWatch, make_watch
 from shardyard.device.restart import START
 from shardyard.errors import UserError
@@ -120,6 +121,8 @@ def start_process_group(device: Device, *, timeout_minutes: float = 30.0) -> Pro
             ) from error
         # One store may outlive several starts of the ranks: what an earlier one wrote is not for this one.
         store = dist.PrefixStore(f"start/{os.environ.get(START, '0')}", store)
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and (name := choose_gloo_interface()):
+        logger.info("rank %d talks to the other machines through %s (GLOO_SOCKET_IFNAME)", rank, name)
     watch = make_watch(store, rank, world_size)
     if watch is not None:
         watch.announce()
