@@ -41,7 +41,7 @@ def _of(size: Callable[[ModelShape], int | None]) -> Callable[[Wish], int | None
 
 
 _heads = _of(lambda shape: shape.heads)
-_kv_heads = _of(lambda shape: None if shape.latent_attention else shape.kv_heads)
+_kv_heads = _of(lambda shape: shape.kv_heads)
 _intermediate = _of(lambda shape: shape.intermediate)
 _shared_experts = _of(lambda shape: shape.shared_intermediate)
 _vocab = _of(lambda shape: shape.vocab)
@@ -116,8 +116,11 @@ def _expert_second_dimensions(shape: ModelShape) -> Iterator[tuple[str, int]]:
     width, hidden = shape.expert_intermediate, shape.hidden
     if not shape.experts or not width or not hidden:
         return
+    # Weights that are [experts, output, input] are read with gate and up joined in dimension 1: for them the
+    # next one is split (parallel/experts/placement.py).
     yield "hidden size", hidden
-    yield ("experts' width", width) if shape.experts_transposed else ("twice the experts' width", 2 * width)
+    if shape.experts_transposed:
+        yield "experts' width", width
 
 
 def _uneven(wish: Wish) -> tuple[str, int] | None:
@@ -128,8 +131,7 @@ def _uneven(wish: Wish) -> tuple[str, int] | None:
 
 def _uneven_experts(wish: Wish) -> tuple[str, int] | None:
     shards = wish.expert_shards
-    apart = wish.ep > 1 or wish.tp > 1
-    if wish.expert_shard != "shard_by_dim_1" or shards is None or wish.shape is None or not apart:
+    if wish.expert_shard != "shard_by_dim_1" or shards is None or wish.shape is None:
         return None
     return next((item for item in _expert_second_dimensions(wish.shape) if item[1] % shards), None)
 
@@ -307,7 +309,7 @@ RULES: tuple[LayoutRule, ...] = (
     ),
     LayoutRule(
         "parallel.efsdp_shard_placement_fn",
-        "the same of experts: ep_fsdp_size divides dimension 1 of their weights.",
+        "the same of experts: ep_fsdp_size divides the hidden size, and gpt_oss's width of experts.",
         (*SIZES, "ep", "expert_shard"),
         lambda wish: _uneven_experts(wish) is None,
         lambda wish: (

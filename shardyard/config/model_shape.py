@@ -65,11 +65,6 @@ class ModelShape:
     tied: bool | None = None
     max_positions: int | None = None
 
-    @property
-    def latent_attention(self) -> bool:
-        """Whether keys and values are compressed (MLA), so that their heads are no limit of their own."""
-        return self.kv_rank is not None
-
 
 def read_shape(model: ModelConfig) -> tuple[ModelShape | None, str | None]:
     """The shape of ``model``, with ``model.config_overrides``; or None and why it is not known here.

@@ -64,7 +64,7 @@ def _cell(name: str, axis: str, notes: list[str]) -> str:
         return "yes"
     if verdict.reason not in notes:
         notes.append(verdict.reason)
-    word = "no effect" if verdict.kind == "no effect" else "no"
+    word = {"no effect": "no effect", "in part": "in part"}.get(verdict.kind, "no")
     return f"{word} ({notes.index(verdict.reason) + 1})"
 
 

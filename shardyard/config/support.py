@@ -1,6 +1,7 @@
 """Which features go together: one table, read by the checker and printed into docs/parallelism.md.
 
-A pair that is not in ``EXCEPTIONS`` works. To open or close one, change its line there.
+A pair that is not in ``EXCEPTIONS`` works. To open or close one, change its line there. What only the built
+model shows (which modules a pattern names) is refused where it is built.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from shardyard.config.families import PACKED
 from shardyard.config.model_shape import ModelShape
 from shardyard.config.schema import FIELDS, Config
+from shardyard.config.sections.parallel import LAYERS
 from shardyard.errors import UserError
 
 
@@ -64,6 +66,11 @@ FEATURES: dict[str, Feature] = {
     ),
     "enable_chunk_batch": Feature(
         "enable_chunk_batch", "parallel.enable_chunk_batch", lambda c, _: c.parallel.enable_chunk_batch
+    ),
+    "chunk_layers": Feature(
+        "enable_chunk_batch of whole layers (the default chunk_mbs_modules)",
+        "parallel.enable_chunk_batch",
+        lambda c, _: c.parallel.enable_chunk_batch and c.parallel.chunk_mbs_modules == LAYERS,
     ),
     "freeze": Feature("freeze", "model.freeze", lambda c, _: bool(c.model.freeze)),
     "fix_router": Feature("fix_router", "optimization.fix_router", lambda c, _: c.optimization.fix_router),
@@ -126,7 +133,8 @@ AXES = ("tp", "pp", "ep", "cp-ulysses", "cp-ring", "cp-kvallgather", "hsdp")
 class Verdict:
     """Why a pair does not simply work."""
 
-    kind: Literal["refused", "refused by a layout rule", "no effect"]
+    kind: Literal["refused", "refused by a layout rule", "in part", "no effect"]
+    """``in part``: for some modules, which is seen when the model is built."""
     reason: str
 
 
@@ -139,13 +147,14 @@ _ALONE = Verdict(
     "the parts of a sequence meet in the attention that keeps documents apart; this family does not use it",
 )
 _DROPOUT = Verdict("refused", "blocks of one softmax would drop different weights; use cp_type ulysses")
-_IDLE = Verdict("no effect", "the model has no experts")
+_NO_EXPERTS = Verdict("refused", "the model has no experts")
 
 EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("enable_chunk_batch", "tp"): _PIECES,
     ("enable_chunk_batch", "cp-ulysses"): _PIECES,
     ("enable_chunk_batch", "cp-ring"): _PIECES,
     ("enable_chunk_batch", "cp-kvallgather"): _PIECES,
+    ("one_document", "pp"): Verdict("refused", "the micro-batches of a pipeline have one length"),
     ("one_document", "cp-ulysses"): _ALONE,
     ("one_document", "cp-ring"): _ALONE,
     ("one_document", "cp-kvallgather"): _ALONE,
@@ -155,9 +164,21 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("attention_dropout", "cp-ring"): _DROPOUT,
     ("attention_dropout", "cp-kvallgather"): _DROPOUT,
     ("dense", "ep"): Verdict("refused by a layout rule", "the model has no experts"),
-    ("fix_router", "dense"): _IDLE,
-    ("router_aux_loss", "dense"): _IDLE,
-    ("router_bias", "dense"): _IDLE,
+    ("fix_router", "dense"): _NO_EXPERTS,
+    ("router_aux_loss", "dense"): _NO_EXPERTS,
+    ("router_bias", "dense"): _NO_EXPERTS,
+    ("chunk_layers", "ep"): Verdict(
+        "refused",
+        "ranks send tokens to experts in each piece, and their numbers of pieces differ; name modules beside "
+        "the experts in parallel.chunk_mbs_modules, such as model.layers.{*}.self_attn",
+    ),
+    ("enable_chunk_batch", "ignored_modules"): Verdict(
+        "in part", "a module that runs in pieces may not hold one that stays whole"
+    ),
+    ("enable_chunk_batch", "one_document"): Verdict(
+        "no effect", "each document has a forward of its own, which is one piece"
+    ),
+    ("ignored_modules", "ep"): Verdict("in part", "experts that ep splits cannot stay whole"),
 }
 """(feature, feature or axis) -> why not; the reason is told at the first one's setting if that was set."""
 

@@ -122,6 +122,7 @@ MOE = st.builds(
     vocab=st.sampled_from([96, 192]),
     experts=st.sampled_from([4, 6, 8, 16]),
     expert_intermediate=st.sampled_from([12, 16]),
+    experts_transposed=st.booleans(),
     shared_intermediate=st.sampled_from([None, 12, 16]),
     kv_rank=st.sampled_from([None, 6, 8]),
 )
@@ -153,7 +154,7 @@ def _splits(wish: dict[str, Any], fsdp: int, shape: ModelShape | None) -> bool:
         return all(fits)
     fits.append(tp == 1 or shape.model_type in MEASURED)
     fits += [_even(n, tp) for n in (shape.heads, shape.intermediate, shape.shared_intermediate, shape.vocab)]
-    fits.append(shape.kv_rank is not None or _even(shape.kv_heads, tp))
+    fits.append(_even(shape.kv_heads, tp))
     fits.append(ep == 1 or (shape.experts > 0 and _even(shape.experts, ep)))
     assert shape.heads and shape.head_dim and shape.hidden
     if not all(fits):
@@ -163,9 +164,9 @@ def _splits(wish: dict[str, Any], fsdp: int, shape: ModelShape | None) -> bool:
         split = [shape.heads * shape.head_dim, shape.intermediate, shape.shared_intermediate]
         widths = [shape.hidden, shape.kv_rank, *(size // tp for size in split if size)]
         fits += [_even(width, fsdp) for width in widths]
-    if wish["efsdp_shard_placement_fn"] == "shard_by_dim_1" and shape.experts and (ep > 1 or tp > 1):
-        assert shape.expert_intermediate
-        fits += [_even(n, expert_shards[0]) for n in (shape.hidden, 2 * shape.expert_intermediate)]
+    if wish["efsdp_shard_placement_fn"] == "shard_by_dim_1" and shape.experts:
+        widths = [shape.hidden, shape.expert_intermediate if shape.experts_transposed else None]
+        fits += [_even(width, expert_shards[0]) for width in widths]
     return all(fits)
 
 

@@ -43,7 +43,7 @@ def test_a_model_whose_layers_all_have_experts_has_no_dense_width() -> None:
 
 def test_latent_attention_and_shared_experts() -> None:
     shape = shape_of(LATENT)
-    assert shape.latent_attention and (shape.kv_rank, shape.query_rank, shape.value_dim) == (12, None, 10)
+    assert (shape.kv_rank, shape.query_rank, shape.value_dim) == (12, None, 10)
     assert (shape.experts, shape.dense_layers, shape.intermediate) == (16, 3, 96)
     assert shape.shared_intermediate == 2 * 24
 
