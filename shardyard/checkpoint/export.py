@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,13 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.holdings import Facts, Holdings
 from shardyard.checkpoint.read_back import check_reads_back, probe
 from shardyard.checkpoint.side_files import is_native, write_side_files
-from shardyard.checkpoint.state import persistent_tensors
+from shardyard.checkpoint.state import any_stage, names_of_whole, persistent_tensors
 from shardyard.durable import sync
 from shardyard.errors import UserError
+from shardyard.parallel.pipeline import PipelineModel
 
 logger = logging.getLogger("shardyard.checkpoint")
 
@@ -92,23 +94,40 @@ def check_exportable(model: Any, *, source_dir: Path | None, tokenizer: Any) -> 
             turned back, or side files that cannot be written.
     """
     peers = Peers()
-    peers.first("the export after training would fail", lambda: _rehearse(model, source_dir, tokenizer))
+    what = "the export after training would fail"
+    holdings = Holdings.of(persistent_tensors(model), peers, names_of_whole(model))
+    shares = peers.agree(what, lambda: _turned_back(model, holdings, peers.rank))
+    on_disk = {name: dtype for share in shares for name, dtype in share.items()}
+    peers.first(what, lambda: _rehearse(model, holdings, on_disk, source_dir, tokenizer))
 
 
-def _rehearse(model: Any, source_dir: Path | None, tokenizer: Any) -> None:
-    source = _Source.of(source_dir)
-    for name, tensor in persistent_tensors(model).items():
-        if tensor.dtype not in _DTYPES.values():
-            raise UserError(f"{name} is {tensor.dtype}, which a safetensors file cannot hold")
+def _turned_back(model: Any, holdings: Holdings, rank: int) -> dict[str, torch.dtype]:
+    """Names and dtypes on disk of the tensors that ``rank`` answers for."""
+    own = {name: facts for name, facts in holdings.facts.items() if holdings.owner[name] == rank}
+    for name, (_, dtype) in own.items():
+        if dtype not in _DTYPES.values():
+            raise UserError(f"{name} is {dtype}, which a safetensors file cannot hold")
+    one = any_stage(model)
     on_disk: dict[str, torch.Tensor] = {}
-    for group in _groups(model):
-        on_disk |= revert_weight_conversion(model, _on_meta(group))
-    whole = revert_weight_conversion(model, _on_meta(persistent_tensors(model)))
+    for group in _groups(own):
+        on_disk |= revert_weight_conversion(one, _on_meta({name: own[name] for name in group}))
+    whole = revert_weight_conversion(one, _on_meta(own))
     if {name: t.shape for name, t in on_disk.items()} != {name: t.shape for name, t in whole.items()}:
-        raise UserError(f"the layers of a {model.config.model_type} model cannot be turned back one by one")
-    for name, tensor in on_disk.items():
+        raise UserError(f"the layers of a {one.config.model_type} model cannot be turned back one by one")
+    return {name: tensor.dtype for name, tensor in on_disk.items()}
+
+
+def _rehearse(
+    model: Any,
+    holdings: Holdings,
+    on_disk: dict[str, torch.dtype],
+    source_dir: Path | None,
+    tokenizer: Any,
+) -> None:
+    source = _Source.of(source_dir)
+    for name, ours in on_disk.items():
         dtype = source.dtype_of(name, torch.float32)
-        if tensor.is_floating_point() and dtype not in _PLAIN_FLOATS:
+        if ours.is_floating_point and dtype not in _PLAIN_FLOATS:
             raise UserError(
                 f"model.model_name_or_path: {name} is quantised ({dtype}) in {source_dir}, and trained "
                 "weights cannot take that form; start from the model's bf16 weights"
@@ -119,11 +138,11 @@ def _rehearse(model: Any, source_dir: Path | None, tokenizer: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_side_files(model, Path(folder), source_dir, tokenizer, torch.float32)
         if is_native(model):
-            check_reads_back(model, Path(folder))
+            check_reads_back(holdings.facts, Path(folder))
 
 
-def _on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+def _on_meta(facts: dict[str, Facts]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in facts.items()}
 
 
 def _report_differences(source: _Source, ours: set[str]) -> None:
@@ -144,11 +163,14 @@ def _tied_names(model: Any, source: _Source) -> dict[str, tuple[str, ...]]:
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
+    groups = list(aliases.values())
+    if isinstance(model, PipelineModel):  # the other name is another stage's
+        groups = [[origin, target] for target, origin in model.whole.tied.items()]
     found: dict[str, tuple[str, ...]] = {}
-    for names in aliases.values():
+    for names in groups:
         if len(names) > 1:
             meta = torch.empty(0, device="meta")
-            on_disk = [next(iter(revert_weight_conversion(model, {name: meta}))) for name in names]
+            on_disk = [next(iter(revert_weight_conversion(any_stage(model), {n: meta}))) for n in names]
             found[on_disk[0]] = tuple(n for n in on_disk if n in source.dtypes) or (on_disk[0],)
     return found
 
@@ -185,18 +207,20 @@ def export_hf(
         peers.first(what, lambda: _fresh(temporary))
         writer = _ShardWriter(temporary, shard_bytes)
         tied = _tied_names(model, source)
-        buffers = {name for name, _ in model.named_buffers()} if not source.dtypes else set()
+        tensors = persistent_tensors(model)
+        holdings = Holdings.of(tensors, peers, names_of_whole(model))
+        buffers = _buffers(model, peers) if not source.dtypes else set()
 
-        def write(tensors: dict[str, torch.Tensor]) -> None:
-            for first_name, tensor in revert_weight_conversion(model, tensors).items():
+        def write(on_disk: dict[str, torch.Tensor]) -> None:
+            for first_name, tensor in on_disk.items():
                 for name in tied.get(first_name, (first_name,)):
                     fallback = tensor.dtype if name in buffers else main_dtype
                     dtype = save_dtype or source.dtype_of(name, fallback)
                     writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
-        for group in _groups(model):
-            tensors = _gather(group, keep=peers.is_first)
-            peers.first(what, lambda tensors=tensors: write(tensors))
+        for group in _groups(holdings.facts):
+            on_disk = _gather(model, {n: tensors[n] for n in group if n in tensors}, group, holdings, peers)
+            peers.first(what, lambda on_disk=on_disk: write(on_disk))
 
         def finish() -> ExportReport:
             ready = writer.assemble()
@@ -232,25 +256,42 @@ def _fresh(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _groups(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+def _groups(names: Iterable[str]) -> list[list[str]]:
     """Tensors that one conversion may need together: a layer's, then the rest one by one."""
-    layers: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in persistent_tensors(model).items():
+    layers: dict[str, list[str]] = {}
+    for name in names:
         match = _LAYER.match(name)
-        layers.setdefault(match[1] if match else name, {})[name] = tensor
-    yield from layers.values()
+        layers.setdefault(match[1] if match else name, []).append(name)
+    return list(layers.values())
 
 
-def _gather(group: dict[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+def _buffers(model: Any, peers: Peers) -> set[str]:
+    """Of all ranks, by their names in the model."""
+    names = {name for name, _ in model.named_buffers()}
+    return names.union(*peers.gather(names)) if isinstance(model, PipelineModel) else names
+
+
+def _gather(
+    model: Any, held: dict[str, torch.Tensor], group: list[str], holdings: Holdings, peers: Peers
+) -> dict[str, torch.Tensor]:
+    """The tensors of ``group`` whole, on the host of rank 0, under their names on disk; elsewhere nothing.
+
+    The ranks that hold them gather them; the first of those turns them back and sends them, if it is not
+    rank 0. ``held`` are the group's tensors on this rank.
+    """
+    owner = holdings.owner[group[0]]
     whole: dict[str, torch.Tensor] = {}
-    for name, tensor in group.items():
-        full: Any = tensor.detach()
-        if isinstance(full, DTensor):  # offloaded ones come back for the gather
-            full = full.to(full.device_mesh.device_type)
-            full = full.full_tensor()
-        if keep:
-            whole[name] = full.cpu().contiguous()
-    return whole
+    if holdings.takes_part(peers.rank, group[0]):
+        for name in group:
+            full: Any = held[name].detach()
+            if isinstance(full, DTensor):  # offloaded ones come back for the gather
+                full = full.to(full.device_mesh.device_type)
+                full = full.full_tensor()
+            if peers.rank == owner:
+                whole[name] = full.cpu().contiguous()
+    if peers.rank == owner:
+        whole = revert_weight_conversion(any_stage(model), whole)
+    return whole if owner == 0 else peers.hand_to_first(whole, owner)
 
 
 class _ShardWriter:

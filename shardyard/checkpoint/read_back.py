@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardyard.checkpoint.state import persistent_tensors
+from shardyard.checkpoint.holdings import Facts
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.checkpoint")
@@ -17,8 +18,8 @@ logger = logging.getLogger("shardyard.checkpoint")
 _PROBE_LENGTH = 8
 
 
-def check_reads_back(model: Any, folder: Path) -> None:
-    """The config.json in ``folder`` makes a model (on meta, so without memory) with the tensors of ``model``.
+def check_reads_back(facts: Mapping[str, Facts], folder: Path) -> None:
+    """The config.json in ``folder`` makes a model (on meta, so without memory) with the tensors of ``facts``.
 
     Raises:
         UserError: transformers cannot read it, or makes another model of it.
@@ -32,11 +33,11 @@ def check_reads_back(model: Any, folder: Path) -> None:
             f"config.json, as it would be exported, cannot be read back by transformers: {_line(error)}"
         ) from error
     theirs = {name: tuple(tensor.shape) for name, tensor in rebuilt.state_dict().items()}
-    for name, tensor in persistent_tensors(model).items():
-        if theirs.get(name) != tuple(tensor.shape):
+    for name, (shape, _) in facts.items():
+        if theirs.get(name) != shape:
             raise UserError(
                 f"config.json, as it would be exported, makes another model: {name} is "
-                f"{tuple(tensor.shape)} here and {theirs.get(name, 'absent')} there"
+                f"{shape} here and {theirs.get(name, 'absent')} there"
             )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from shardyard.checkpoint.state import any_stage
+
 
 def write_side_files(
     model: Any,
@@ -102,4 +104,4 @@ def is_native(model: Any) -> bool:
 
 def _base_class(model: Any) -> type:
     """FSDP puts a class of its own in front, with its own prefix to the name."""
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    return next(cls for cls in type(any_stage(model)).__mro__ if not issubclass(cls, FSDPModule))

@@ -8,7 +8,19 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from shardyard.parallel.pipeline import PipelineModel
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def any_stage(model: Any) -> Any:
+    """The model itself; of the stages that a pipeline rank holds, the first: it has the config of all."""
+    return model.stages[0] if isinstance(model, PipelineModel) else model
+
+
+def names_of_whole(model: Any) -> tuple[str, ...]:
+    """The order of a model's tensors that a pipeline rank, which holds a part of them, does not see."""
+    return model.whole.names if isinstance(model, PipelineModel) else ()
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.holdings import Holdings
 from shardyard.checkpoint.safe_reader import SafeReader, read_metadata
 from shardyard.checkpoint.state import model_tensors, optimizer_tensors, prepare_optimizer
 from shardyard.durable import sync, write_durably
@@ -139,7 +140,7 @@ class CheckpointStore:
             assert optimizer is not None
             prepare_optimizer(optimizer)
             tensors |= optimizer_tensors(model, optimizer)
-        wanted = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        wanted = Holdings.of(tensors, self.peers).facts
         held = saved if has_optimizer else {key: s for key, s in saved.items() if key.startswith("model.")}
         self.peers.agree(what, lambda: _compare(path, wanted, held))
         reader = SafeReader(path)

@@ -191,7 +191,8 @@ class Trainer:
     def _check_replicas(self) -> None:
         """Ranks that hold the same parameters would differ after the first update, if ever they do."""
         model = self.step.model
-        compared = check_replicas(persistent_tensors(model).items(), self.step.meshes)
+        named = persistent_tensors(model).items()
+        compared = check_replicas(named, self.step.meshes, self.step.tied)
         if compared:
             logger.info("after the first update %d tensors are equal on the ranks that share them", compared)
 
