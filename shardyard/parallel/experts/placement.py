@@ -1,4 +1,9 @@
-"""The dimension on which FSDP splits each tensor of the experts."""
+"""The dimension on which FSDP splits each tensor of the experts.
+
+transformers' reader gives each rank its slice of every tensor of a file and builds the model's from these.
+Most checkpoints hold each expert's gate, up and down apart; transposed families (gpt-oss) hold what the model
+holds.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ def expert_placement(
     splits them. Other parameters get None, FSDP's own choice.
 
     Raises (when it is called):
-        UserError: shard_by_dim_1, and a tensor has no such dimension that ``shards`` divides.
+        UserError: a tensor that ``shards`` ranks cannot share as asked.
     """
     held = {
         parameter: (module, name)
@@ -39,10 +44,24 @@ def expert_placement(
 def _dimension(module: nn.Module, name: str, shards: int, wish: Wish) -> int:
     parameter = module.get_parameter(name)
     shape = tuple((parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape)
-    joined = _joined_dimension(module, name)
+    stored_apart = not getattr(module, "is_transposed", False)
+    # Gate and up are read apart too. Split on the dimension that joins them, each rank would join its part of
+    # gate to its part of up, which is no part of the whole.
+    joined = 1 if stored_apart and name.startswith("gate_up") else None
     if wish == "shard_by_dim_1":
         return _first_but_experts(name, shape, shards, joined)
-    return 0 if wish == "shard_by_dim_0" else least_waste(shape, shards, joined)
+    dim = 0 if wish == "shard_by_dim_0" else least_waste(shape, shards, joined)
+    if dim == 0 and stored_apart and _leaves_a_rank_empty(shape[0], shards):
+        raise UserError(
+            f"{_KEY}: {wish} splits {name} {list(shape)} over {shards} ranks by its {shape[0]} experts, and "
+            "one rank would hold none; take auto or shard_by_dim_1, or sizes that divide"
+        )
+    return dim
+
+
+def _leaves_a_rank_empty(experts: int, shards: int) -> bool:
+    """torch gives each rank ceil(experts / shards) until none is left."""
+    return (shards - 1) * -(-experts // shards) >= experts
 
 
 def least_waste(shape: tuple[int, ...], shards: int, joined: int | None = None) -> int:
@@ -54,16 +73,6 @@ def least_waste(shape: tuple[int, ...], shards: int, joined: int | None = None) 
     """
     even = [dim for dim, size in enumerate(shape) if dim != joined and size % shards == 0]
     return even[0] if even else 0
-
-
-def _joined_dimension(module: nn.Module, name: str) -> int | None:
-    """Where a tensor is put together, when it is read, from tensors that ranks have split already.
-
-    Checkpoints hold gate and up apart, per expert. Split on the dimension that joins them, each rank would
-    join its part of gate to its part of up, which is no part of the whole. Transposed families store them
-    joined.
-    """
-    return 1 if name.startswith("gate_up") and not getattr(module, "is_transposed", False) else None
 
 
 def _first_but_experts(name: str, shape: tuple[int, ...], shards: int, joined: int | None) -> int:
