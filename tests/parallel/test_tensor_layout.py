@@ -42,8 +42,13 @@ def read_back(folder: Path, **options: Any) -> dict[str, tuple[np.ndarray, np.nd
         # 100 words, 16 biases and 28 inner features over 3; norms of 32 over 3.
         ("starcoder2", {}, 6, dict(tp_size=2, fsdp_size=3)),
         ("qwen3", {}, 4, dict(tp_size=2, fsdp_size=2, shard_placement_fn="shard_by_dim_1")),
-        # A bias of 4 over tp 2 and fsdp 3: the last rank has none of it.
-        ("qwen2", dict(head_dim=1, num_attention_heads=4), 6, dict(tp_size=2, fsdp_size=3)),
+        # A bias of 4 over 3: the last rank has none of it.
+        (
+            "qwen2",
+            dict(head_dim=1, num_attention_heads=12, hidden_size=48, intermediate_size=48),
+            6,
+            dict(tp_size=2, fsdp_size=3, shard_placement_fn="shard_by_dim_1"),
+        ),
     ],
     ids=["even", "replicas tied", "uneven", "second dimension", "empty parts"],
 )
@@ -55,3 +60,89 @@ def test_weights_read_by_the_library_are_the_files(case, changes, world, options
         for name, (whole, mine, expected) in rank.items():
             np.testing.assert_array_equal(whole, files[name], err_msg=name)
             np.testing.assert_array_equal(mine, expected, err_msg=name)
+
+
+def drawn(folder: Path, **options: Any) -> dict[str, np.ndarray]:
+    """The initial weights of a run without weights, gathered."""
+    import torch.distributed as dist
+    import transformers as hf
+    from support.training import whole
+
+    from shardyard.config import ModelConfig, ParallelConfig
+    from shardyard.config.layout import resolve_layout
+    from shardyard.device import Device
+    from shardyard.models import Placement, build_model
+    from shardyard.parallel import build_meshes
+
+    parallel = ParallelConfig(**options)
+    meshes = build_meshes(resolve_layout(parallel, dist.get_world_size()), "cpu")
+    model = ModelConfig(model_name_or_path=str(folder), train_from_scratch=True)
+    config = hf.AutoConfig.from_pretrained(folder)
+    built = build_model(model, config, folder, Placement(parallel, meshes, Device("cpu")), seed=3)
+    return whole(dict(built.model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, dict(tp_size=2)),
+        pytest.param(6, dict(tp_size=2, fsdp_size=3), marks=pytest.mark.soak),
+    ],
+)
+def test_initial_weights_do_not_depend_on_the_split(world, options, tmp_path, ranks):
+    folder = write_model(tmp_path / "model", "starcoder2", tie_word_embeddings=False)
+    (alone,) = ranks.run(1, drawn, folder)
+    for weights in ranks.run(world, drawn, folder, **options):
+        assert weights.keys() == alone.keys()
+        for name, weight in weights.items():
+            np.testing.assert_array_equal(weight, alone[name], err_msg=name)
+
+
+def save(folder: Path, out: Path, **options: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model, _ = build(folder, **options)
+    dcp.save({"model": dict(model.named_parameters())}, checkpoint_id=out)
+
+
+def load(folder: Path, saved: Path, **options: Any) -> dict[str, np.ndarray]:
+    """A model of other weights, overwritten by what was saved."""
+    import torch.distributed.checkpoint as dcp
+    from support.training import whole
+
+    model, _ = build(folder, **options)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.zero_()
+    dcp.load({"model": parameters}, checkpoint_id=saved)
+    return whole(parameters)
+
+
+SPLITS = {
+    "one": (1, {}),
+    "tp4": (4, dict(tp_size=4)),
+    "fsdp2 x tp2": (4, dict(tp_size=2, fsdp_size=2)),
+    "fsdp3 x tp2": (6, dict(tp_size=2, fsdp_size=3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp3 x tp2", "one"),
+        pytest.param("fsdp2 x tp2", "tp4", marks=pytest.mark.soak),
+        pytest.param("tp4", "fsdp3 x tp2", marks=pytest.mark.soak),
+        pytest.param("one", "fsdp2 x tp2", marks=pytest.mark.soak),
+    ],
+)
+def test_a_checkpoint_of_one_split_loads_in_another(before, after, tmp_path, ranks):
+    folder = write_model(tmp_path / "model", "starcoder2", tie_word_embeddings=False)
+    files = weights_of(folder)
+    world, options = SPLITS[before]
+    ranks.run(world, save, folder, tmp_path / "saved", **options)
+    world, options = SPLITS[after]
+    for weights in ranks.run(world, load, folder, tmp_path / "saved", **options):
+        assert weights.keys() == files.keys()
+        for name, weight in weights.items():
+            np.testing.assert_array_equal(weight, files[name], err_msg=name)

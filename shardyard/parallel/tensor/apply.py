@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn as nn
 
 from shardyard.config import ParallelConfig
@@ -13,7 +14,7 @@ from shardyard.parallel.tensor.layout import Splitter
 from shardyard.parallel.tensor.plan import Region, plan_tensor_parallel
 from shardyard.parallel.tensor.regions import (
     local,
-    own_heads,
+    own_rows,
     rank_0_only,
     use_parameters,
     wrap_body,
@@ -51,7 +52,7 @@ def apply_tensor_parallel(model: nn.Module, parallel: ParallelConfig, meshes: Me
         wrap_embedding(embedding, group)
     if plan.head is not None:
         head = model.get_submodule(plan.head)
-        _split_by_output(head, splitter)
+        _split_by_output(head, splitter, group)
         wrap_body(causal_lm.base_model, group)
     whole = [region.name for region in plan.regions if not region.is_split]
     logger.info(
@@ -66,17 +67,16 @@ def _apply_region(model: nn.Module, region: Region, splitter: Splitter, meshes: 
     group = meshes.tp.get_group()
     module = model.get_submodule(region.name)
     for name in region.colwise:
-        _split_by_output(model.get_submodule(name), splitter)
+        _split_by_output(model.get_submodule(name), splitter, group)
     for name in region.rowwise:
         layer = model.get_submodule(name)
         splitter.split(layer, "weight", 1)
         use_parameters(layer, {"weight": local, "bias": rank_0_only(group)})
     if region.per_head:
-        use_parameters(module, dict.fromkeys(region.per_head, own_heads(group)))
+        use_parameters(module, dict.fromkeys(region.per_head, own_rows(group)))
     wrap_region(module, group, is_split=region.is_split)
 
 
-def _split_by_output(layer: nn.Module, splitter: Splitter) -> None:
+def _split_by_output(layer: nn.Module, splitter: Splitter, group: dist.ProcessGroup) -> None:
     splitter.split(layer, "weight", 0)
-    splitter.split(layer, "bias", 0)
-    use_parameters(layer, {"weight": local, "bias": local})
+    use_parameters(layer, {"weight": local, "bias": own_rows(group)})

@@ -123,11 +123,15 @@ def rank_0_only(group: dist.ProcessGroup) -> View:
     return lambda bias: bias * factor
 
 
-def own_heads(group: dist.ProcessGroup) -> View:
-    """This rank's slice of a parameter with one number per head, [heads] -> [heads/n]."""
-    return lambda parameter: own_rows(parameter, group)
+def own_rows(group: dist.ProcessGroup) -> View:
+    """This rank's slice of a whole vector, [N] -> [N/n]: a bias of split outputs, a number per head.
 
+    Small as they are, vectors stay whole: of the few rows that a split leaves, FSDP would give many ranks
+    none, and the reader of weights fails on those.
+    """
 
-def own_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    count = parameter.shape[0] // group.size()
-    return parameter.narrow(0, group.rank() * count, count)
+    def view(vector: torch.Tensor) -> torch.Tensor:
+        count = vector.shape[0] // group.size()
+        return vector.narrow(0, group.rank() * count, count)
+
+    return view
