@@ -14,6 +14,7 @@ is 0.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 
@@ -162,11 +163,17 @@ def _gpu_arguments(q: Tensor, k: Tensor, reach: int | None) -> tuple[tuple, dict
     """What forward and backward share: one sequence of the kernel for sequences of several lengths, as
     torch.nn.attention.varlen calls it.
     """
-    ends = [torch.tensor([0, t.shape[2]], dtype=torch.int32, device=q.device) for t in (q, k)]
+    ends = [_ends(tensor.shape[2], q.device) for tensor in (q, k)]
     windows = {}
     if reach is not None and reach < k.shape[2]:
         windows = {"window_size_left": reach - 1, "window_size_right": 0}
     return (*ends, q.shape[2], k.shape[2], 0.0, reach is not None and not windows), windows
+
+
+@functools.lru_cache(maxsize=1024)
+def _ends(length: int, device: torch.device) -> Tensor:
+    """Cached, for each copy to a GPU waits for it."""
+    return torch.tensor([0, length], dtype=torch.int32, device=device)
 
 
 def _tokens_first(*tensors: Tensor) -> list[Tensor]:

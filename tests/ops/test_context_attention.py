@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,5 +155,35 @@ def test_outputs_and_gradients_are_those_of_one_softmax(ranks, cp, method):
     cases = CASES | (WINDOW_CASES if method != "ring" else {})
     found = ranks.run(cp, errors, cases, method)
     assert found[0] == found[-1]
+    wrong = {key: error for key, error in found[0].items() if not error <= 1e-5}
+    assert not wrong
+
+
+def drawn_case(draw: random.Random, cp: int, method: str) -> Case:
+    kv_heads = draw.choice([1, 2, 3, cp])
+    width = draw.choice([4, 6, 8])
+    return Case(
+        heads=cp * kv_heads * draw.choice([1, 2]),
+        kv_heads=kv_heads,
+        width=width,
+        value_width=draw.choice([width, 4, 8]),
+        window=None if method == "ring" else draw.choice([None, 2, 7, 40]),
+        sinks=draw.random() < 0.3,
+        doc_lens=tuple(
+            draw.choice([1, 2, 3, 11, 53, draw.randint(1, 90)]) for _ in range(draw.randint(1, 6))
+        ),
+        tp_size=draw.choice([1, 1, 2, 4]),
+        more=draw.choice([0, 0, 8]),
+        recompute=draw.random() < 0.2,
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cp", [2, 3, 4, 6])
+def test_drawn_shapes_over_drawn_ranks(ranks, cp, method):
+    draw = random.Random(f"{cp} {method}")
+    cases = {str(case): case for case in (drawn_case(draw, cp, method) for _ in range(50))}
+    found = ranks.run(cp, errors, cases, method, timeout_s=600)
     wrong = {key: error for key, error in found[0].items() if not error <= 1e-5}
     assert not wrong
