@@ -145,9 +145,7 @@ def test_a_run_sent_back_to_an_earlier_checkpoint_does_not_jump_to_those_it_left
     newest = trained / "out" / "checkpoints" / "global_step_4" / "manifest.json"
     restarted.setenv(restart.LAUNCHED, str(newest.stat().st_mtime + 1))
     claim = trained / "out" / "resolved_config.yaml"
-    os.utime(
-        claim, (newest.stat().st_mtime + 5,) * 2
-    )  # the launch began after step 4 was saved, then claimed
+    touch(claim, newest.stat().st_mtime + 5)  # the launch began after step 4 was saved, then claimed
     assert look(trained, *back) == "2"
     touch(newest, newest.stat().st_mtime + 9)  # as if step 4 had been saved once more since
     assert look(trained, *back) == "4"

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG_S = 420.0
+LONG_S = 900.0
 
 
 @dataclass(frozen=True)
