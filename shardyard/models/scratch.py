@@ -35,6 +35,16 @@ def initialise_from_seed(model: PreTrainedModel, seed: int, device: torch.device
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         for block in _blocks(model):
             _initialise_block(model, block, names, done, seed)
+        for origin in _tied_origins(model):
+            # Drawn once more, last: a tied weight is the embedding's, also on a stage without the other one.
+            _initialise_block(model, (origin, False), names, done - {origin}, seed)
+
+
+def _tied_origins(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that own the weights which others are tied to."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names = sorted({origin.rpartition(".")[0] for origin in tied.values()})
+    return [model.get_submodule(name) for name in names]
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

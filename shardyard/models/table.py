@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardyard.config.layout import Layout
 from shardyard.models.build import BuiltModel
+from shardyard.parallel.pipeline import PipelineModel
 
 
 def startup_table(
@@ -16,12 +17,14 @@ def startup_table(
 ) -> Iterator[str]:
     """Lines of the table. Bytes are this rank's; the optimizer's are those of its two moments."""
     parameters = list(built.model.parameters())
-    total = sum(p.numel() for p in parameters)
+    staged = isinstance(built.model, PipelineModel)
+    total = built.model.whole.num_parameters if staged else sum(p.numel() for p in parameters)
     trainable = [p for p in parameters if p.requires_grad]
     held = sum(_local(p).numel() * p.element_size() for p in parameters)
     grads = sum(_local(p).numel() * p.element_size() for p in trainable)
     yield f"{'parameters':<22}{total:,}"
-    yield f"{'trainable':<22}{sum(p.numel() for p in trainable):,}"
+    here = " of this rank's pipeline stages" if staged else ""
+    yield f"{'trainable':<22}{sum(p.numel() for p in trainable):,}{here}"
     sizes = f"{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(2 * grads)} optimizer"
     yield f"{'bytes per rank':<22}{sizes}"
     if layout.dp_replicate > 1:

@@ -48,10 +48,34 @@ def case(world: int, family: str, accumulation: int, *, soak: bool = False, **pa
     return pytest.param(world, family, accumulation, {"pp_size": 2, **parallel}, id=name, marks=marks)
 
 
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
 CASES = [
     case(2, "untied", 4, pp_schedule="gpipe"),
-    case(2, "tied", 4, pp_schedule="1f1b", recompute=True),
+    case(2, "tied", 4, recompute=True),
+    case(4, "tied", 2, **INTERLEAVED),
+    case(4, "moe", 4, ep_size=2, recompute=True),
+    case(4, "tied", 2, tp_size=2),
+    case(2, "tied", 1, soak=True),
+    case(2, "moe", 2, soak=True),
+    case(2, "untied", 5, soak=True, **INTERLEAVED),
+    case(2, "moe", 4, soak=True, recompute=True, **INTERLEAVED),
+    case(2, "tied", 4, soak=True, cpu_offload=True),
+    case(2, "untied", 4, soak=True, reshard_after_forward=False),
+    case(2, "untied", 4, soak=True, pp_layers_per_stage=(3, 1)),
+    case(4, "untied", 2, soak=True, pp_schedule="gpipe"),
+    case(
+        4, "tied", 4, soak=True, recompute=True, ignored_modules=["model.layers.{*}.self_attn", "model.norm"]
+    ),
+    case(4, "tied", 4, soak=True, pp_size=4),
+    case(4, "untied", 2, soak=True, pp_size=4, pp_schedule="gpipe"),
+    case(4, "moe", 4, soak=True, tp_size=2, **INTERLEAVED),
+    case(4, "moe", 4, soak=True, tp_size=2, ep_size=2),
+    case(4, "tied", 4, soak=True, cp_size=2, cp_type="ring"),
+    case(4, "tied", 4, soak=True, cp_size=2, cp_type="ulysses", **INTERLEAVED),
+    case(8, "tied", 2, soak=True, fsdp_size=2),
+    case(8, "tied", 4, soak=True, tp_size=2, recompute=True),
 ]
+"""The quick ones have each schedule, FSDP, experts and tensor parallelism inside a stage once."""
 
 
 @pytest.mark.parametrize(("world", "family", "accumulation", "parallel"), CASES)
