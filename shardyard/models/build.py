@@ -24,6 +24,7 @@ from shardyard.models.scratch import initialise_from_seed
 from shardyard.models.source import has_weights
 from shardyard.ops import DOCUMENTS_ATTENTION
 from shardyard.parallel import Precision, matches
+from shardyard.parallel.fsdp import free_what_was_read_around
 from shardyard.parallel.pipeline import (
     PipelineModel,
     Stage,
@@ -184,6 +185,7 @@ def _from_weights(
             f"model.model_name_or_path: the weights of {source} cannot be read: {error}"
         ) from error
     _refuse_incomplete(model, info, source)
+    free_what_was_read_around(model)
     return model
 
 

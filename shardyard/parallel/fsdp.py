@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from shardyard.config import ParallelConfig
 from shardyard.device import Device
@@ -60,9 +60,10 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     """
     # Offloaded parameters are pinned for the copy to an accelerator; pinning raises without one.
     offload = CPUOffloadPolicy(pin_memory=device.is_accelerator) if parallel.cpu_offload else OffloadPolicy()
-    shard = functools.partial(
-        fully_shard, mp_policy=Precision.of(parallel, device).policy, offload_policy=offload
-    )
+    policy = Precision.of(parallel, device).policy
+    shard = functools.partial(fully_shard, mp_policy=policy, offload_policy=offload)
+    # Tokens are in the compute dtype already, and routing weights in fp32 stay so until they are applied.
+    as_they_come = replace(policy, cast_forward_inputs=False)
     owners = _owners(model)
     ignored = _groups(owners, _ignored_blocks(model, parallel, meshes))
     for group in ignored:
@@ -78,13 +79,13 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     groups = _groups(owners, units, managed={p for module in whole for p in module.parameters()})
     dense = placement(model, parallel, meshes.layout.fsdp)
     for group in groups:
-        mesh, place = (
-            (meshes.expert_fsdp, placement(model, parallel, meshes.layout.ep_fsdp))
-            if group[0] in on_their_own
-            else (meshes.fsdp, dense)
-        )
         keep = parallel.reshard_after_forward
-        shard(group, mesh=mesh, reshard_after_forward=keep, shard_placement_fn=place)
+        if group[0] in on_their_own:
+            place = placement(model, parallel, meshes.layout.ep_fsdp)
+            mesh, mp = meshes.expert_fsdp, as_they_come
+        else:
+            mesh, place, mp = meshes.fsdp, dense, policy
+        shard(group, mesh=mesh, reshard_after_forward=keep, shard_placement_fn=place, mp_policy=mp)
     shard(model, mesh=meshes.fsdp, shard_placement_fn=dense)
     _sum_gradients(model)
     set_prefetch(model, groups, parallel)
@@ -164,6 +165,18 @@ def _sum_gradients(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def free_what_was_read_around(model: nn.Module) -> None:
+    """Let each shard have memory of its own, once weights are read and before the first forward.
+
+    On the host the reader cuts a shard out of the whole tensor, and a view keeps all of it alive.
+    """
+    for parameter in model.parameters():
+        part = local(parameter)
+        if isinstance(parameter, DTensor) and part.untyped_storage().nbytes() > part.nbytes:
+            parameter._local_tensor = part.clone(memory_format=torch.contiguous_format)
 
 
 Owners = dict[nn.Parameter, list[nn.Module]]
