@@ -2,7 +2,6 @@
 
 from shardyard.parallel.tensor.apply import apply_tensor_parallel
 from shardyard.parallel.tensor.collectives import gather_sequence, scatter_sequence
-from shardyard.parallel.tensor.layout import local_slice
 from shardyard.parallel.tensor.plan import MEASURED, TensorPlan, plan_tensor_parallel
 
 __all__ = [
@@ -10,7 +9,6 @@ __all__ = [
     "TensorPlan",
     "apply_tensor_parallel",
     "gather_sequence",
-    "local_slice",
     "plan_tensor_parallel",
     "scatter_sequence",
 ]
