@@ -35,6 +35,9 @@ _DERIVED = {
 }
 """Fields that can go back to the value that fits by itself."""
 _SHOWN = 3
+_NEAR = 8
+_USUAL = (1, 2, 4, 8, 16, 32, 64)
+"""Tried besides the nearest divisors of the number of ranks; with 1 among them there is always a fit."""
 _TRIED = 2000  # fits of one number of changes that are compared; more are only found by very large worlds
 _UNKNOWN_WORLD = 1024  # largest size that is proposed while nobody has said how many ranks there are
 
@@ -92,7 +95,9 @@ def _sizes(world: int | None, value: int) -> list[int]:
     if world is None:
         return list(range(1, min(2 * value, _UNKNOWN_WORLD) + 1))
     small = [size for size in range(1, math.isqrt(world) + 1) if world % size == 0]
-    return sorted({*small, *(world // size for size in small)})
+    divisors = {*small, *(world // size for size in small)}
+    near = sorted(divisors, key=lambda size: (abs(math.log(size / value)), size))[:_NEAR]
+    return sorted({*near, *divisors.intersection(_USUAL)})
 
 
 def _fits(wish: Wish, chosen: tuple[str, ...], choices: dict[str, list[Any]]) -> Iterator[Suggestion]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from itertools import product
 from typing import Any
 
@@ -132,8 +133,9 @@ MEASURED = {"qwen3", "llama", "qwen3_moe", "deepseek_v3", "gpt_oss"}
 
 def _fits(wish: dict[str, Any], world: int, shape: ModelShape | None, micro_batches: int) -> bool:
     """The rules once more, by trying every arrangement of ranks rather than by arithmetic on sizes."""
-    for replicas, fsdp in product(range(1, world + 1), repeat=2):
-        if wish["pp_size"] * replicas * fsdp * wish["tp_size"] != world:
+    for fsdp in range(1, world + 1):
+        replicas, rest = divmod(world, wish["pp_size"] * fsdp * wish["tp_size"])
+        if rest:
             continue
         if wish["fsdp_size"] not in (None, fsdp) or (wish["fsdp_size"] is None and replicas > 1):
             continue
@@ -190,6 +192,19 @@ def _stages_fit(wish: dict[str, Any], shape: ModelShape | None, micro_batches: i
     return not interleaved or micro_batches < pp or micro_batches % (micro_batches // pp) == 0
 
 
+AXES = ("pp_size", "tp_size", "fsdp_size", "cp_size", "ep_size")
+
+
+def _one_change_fits(wish: dict[str, Any], world: int, shape: ModelShape | None, micro_batches: int) -> bool:
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    return any(
+        _fits({**wish, axis: size}, world, shape, micro_batches)
+        for axis in AXES
+        if wish[axis] not in (None, 1)
+        for size in sizes
+    )
+
+
 def _overrides(message: str) -> list[dict[str, str]]:
     lines = re.findall(r"^  try: (.+)$", message, flags=re.M)
     return [dict(word.split("=") for word in line.split()) for line in lines]
@@ -203,6 +218,8 @@ def _agrees(wish: dict[str, Any], world: int, shape: ModelShape | None, micro_ba
         assert not _fits(wish, world, shape, micro_batches), (wish, world, shape, micro_batches, str(error))
         suggestions = _overrides(str(error))
         assert suggestions, str(error)
+        if _one_change_fits(wish, world, shape, micro_batches):
+            assert all(len(words) == 1 for words in suggestions), (wish, world, shape, str(error))
         for words in suggestions:
             steps = int(words.pop("training.gradient_accumulation_steps", micro_batches))
             names = {key.removeprefix("parallel."): value for key, value in words.items()}
@@ -231,6 +248,18 @@ def test_many_layouts_are_accepted_exactly_when_they_fit(
     wish: dict[str, Any], world: int, shape: ModelShape | None, micro_batches: int
 ) -> None:
     _agrees(wish, world, shape, micro_batches)
+
+
+def test_a_search_over_many_ranks_is_short() -> None:
+    wish = ParallelConfig(
+        pp_size=19, tp_size=17, fsdp_size=31, cp_size=23, ep_size=29, ep_fsdp_size=37,
+        shard_placement_fn="shard_by_dim_1", pp_layers_per_stage=(1, 2),
+    )  # fmt: skip
+    shape = ModelShape("qwen3", layers=60, heads=64, kv_heads=8, hidden=4096, vocab=151936, experts=128)
+    started = time.process_time()
+    with pytest.raises(UserError, match="try: "):
+        resolve_layout(wish, 720_720, shape, 1)  # 240 divisors, and six settings have to change
+    assert time.process_time() - started < 5
 
 
 FEW = (1, 2, 3, 4)
