@@ -119,3 +119,57 @@ def test_the_bias_moves_as_counted(ranks: RankPool, models: dict[str, Path], fam
         moves = (bias - start[name]) / TRAINING["router_bias_update_rate"]
         np.testing.assert_allclose(moves, moves.round(), atol=1e-4, err_msg=name)
         assert np.abs(moves).max() >= 1 and np.abs(moves).max() <= STEPS + 1e-4
+
+
+def save_and_export(folder: Path, recipe: Recipe, out: Path) -> dict[str, np.ndarray]:
+    """The biases after a step; they are the same once a model that never moved has read the checkpoint."""
+    from shardyard.checkpoint import CheckpointStore, export_hf
+
+    built, step, meshes = build_step(folder, recipe)
+    step(micro_batches_of(make_rows(), 1, meshes.dp_rank, meshes.dp_size), step=1, lr=1e-2)
+    moved = biases_of(built.model)
+    export_hf(built.model, out_dir=out / "exported", source_dir=folder, tokenizer=None)
+    store = CheckpointStore(out, save_total_limit=None)
+    path = store.save(1, model=built.model, optimizer=step.optimizer, run_state={})
+    other, again, _ = build_step(folder, recipe)
+    assert not np.array_equal(*(biases_of(m)[min(moved)] for m in (built.model, other.model)))
+    store.load(path, model=other.model, optimizer=again.optimizer)
+    for name, bias in biases_of(other.model).items():
+        np.testing.assert_array_equal(bias, moved[name])
+    return moved
+
+
+def biases_of(model: Any) -> dict[str, np.ndarray]:
+    return {n: b.numpy().copy() for n, b in model.named_buffers() if "correction_bias" in n}
+
+
+def test_the_bias_is_saved_and_exported(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    recipe = recipe_of("deepseek_v3", 1, ep_size=2)
+    moved = ranks.run(2, save_and_export, models["deepseek_v3"], recipe, tmp_path)[0]
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for name, bias in moved.items():
+        assert exported[name].dtype == np.float32
+        np.testing.assert_array_equal(exported[name], bias)
+
+
+def weights_in_bf16(folder: Path) -> set[str]:
+    """The dtypes in which routing weights reach experts, split and computed in bf16."""
+    built, step, meshes = build_step(folder, recipe_of("deepseek_v3", 1, ep_size=2, param_dtype="bf16"))
+    found: set[str] = set()
+    for module in built.model.modules():
+        if type(module).__name__.endswith("DeepseekV3Experts"):
+            split = module.forward
+            module.forward = lambda hidden, index, weights, split=split: (
+                found.add(f"{hidden.dtype} {weights.dtype}"),
+                split(hidden, index, weights),
+            )[1]
+    result = step(micro_batches_of(make_rows(), 1, meshes.dp_rank, meshes.dp_size), step=1, lr=1e-2)
+    assert np.isfinite(result.loss)
+    return found
+
+
+def test_routing_weights_stay_in_fp32(ranks: RankPool, models: dict[str, Path]) -> None:
+    for found in ranks.run(2, weights_in_bf16, models["deepseek_v3"]):
+        assert found == {"torch.bfloat16 torch.float32"}
