@@ -150,10 +150,11 @@ _DROPOUT = Verdict("refused", "blocks of one softmax would drop different weight
 _NO_EXPERTS = Verdict("refused", "the model has no experts")
 
 EXCEPTIONS: dict[tuple[str, str], Verdict] = {
-    ("enable_chunk_batch", "tp"): _PIECES,
-    ("enable_chunk_batch", "cp-ulysses"): _PIECES,
-    ("enable_chunk_batch", "cp-ring"): _PIECES,
-    ("enable_chunk_batch", "cp-kvallgather"): _PIECES,
+    **{
+        (pieces, axis): _PIECES
+        for pieces in ("enable_chunk_batch", "chunk_layers")
+        for axis in ("tp", "cp-ulysses", "cp-ring", "cp-kvallgather")
+    },
     ("one_document", "pp"): Verdict("refused", "the micro-batches of a pipeline have one length"),
     ("one_document", "cp-ulysses"): _ALONE,
     ("one_document", "cp-ring"): _ALONE,
