@@ -35,7 +35,7 @@ def check_block(queries, keys, reach, kv_heads, value_width, limit, dtype=torch.
     q, k = draw(1, 4, queries, 8, dtype=dtype), draw(1, kv_heads, keys, 8, dtype=dtype)
     v, grad = draw(1, kv_heads, keys, value_width, dtype=dtype), draw(1, 4, queries, value_width, dtype=dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    expected = by_hand(*leaves, reach)
+    expected = by_hand(leaves[0], leaves[1], leaves[2], reach)
     expected_grads = torch.autograd.grad(expected[0], leaves, grad.double())
     q, k, v, grad = (tensor.to(device) for tensor in (q, k, v, grad))
     out, lse = flash.forward(q, k, v, reach, SCALE)
@@ -81,7 +81,7 @@ def test_blocks_in_any_order_merge_to_the_whole(sinks):
     q, k, v, grad = draw(1, 4, 9, 8), draw(1, 2, 9, 8), draw(1, 2, 9, 8), draw(1, 4, 9, 8)
     score = draw(4) if sinks else None
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    whole = softmax_by_hand(*leaves, (9,), SCALE, None, score)
+    whole = softmax_by_hand(leaves[0], leaves[1], leaves[2], (9,), SCALE, None, score)
     expected = torch.autograd.grad(whole, leaves, grad.double())
     blocks = [
         Block(slice(6, 9), slice(3, 6), None), *stretch(0, 3, query_at=0, key_at=0, window=None),

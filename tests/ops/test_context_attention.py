@@ -119,12 +119,12 @@ def on_one_rank(case: Case, method: str) -> dict[str, torch.Tensor]:
         else attend(*leaves.values())
     )
     out.backward(cut(given["grad"], 0.0))
-    results = {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+    results: dict[str, Any] = {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
     assert all(tensor.dtype == case.dtype for tensor in results.values())
     return {
         name: share.restore(_gathered(tensor[0].transpose(0, 1)[None]))[0].transpose(0, 1)[None]
         for name, tensor in results.items()
-    } | ({"sinks": _summed(sinks.grad)} if sinks is not None else {})
+    } | ({"sinks": _summed(sinks)} if sinks is not None else {})
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,9 +133,11 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(tensor)
-    return tensor
+def _summed(leaf: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor that every rank has a part of."""
+    assert leaf.grad is not None
+    dist.all_reduce(leaf.grad)
+    return leaf.grad
 
 
 def errors(cases: dict[str, Case], method: str) -> dict[tuple[str, str], float]:

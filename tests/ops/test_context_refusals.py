@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from shardyard.ops import documents_attention
 
 
 def attend(method: str, heads: int = 4, **settings):
-    context = SimpleNamespace(method=method, group=None, rank=0, size=4)
+    context: Any = SimpleNamespace(method=method, group=None, rank=0, size=4)
     q = torch.randn(1, heads, 2, 4)
     return documents_attention(torch.nn.Module(), q, q, q, None, doc_lens=(8,), context=context, **settings)
 
@@ -42,6 +43,6 @@ def test_dropout_does_not_go_with_sinks():
 
 def test_documents_of_a_shared_sequence_must_be_told():
     q = torch.randn(1, 4, 2, 4)
-    context = SimpleNamespace(method="ring", group=None, rank=0, size=4)
+    context: Any = SimpleNamespace(method="ring", group=None, rank=0, size=4)
     with pytest.raises(ValueError, match="lengths of the documents"):
         documents_attention(torch.nn.Module(), q, q, q, None, context=context)
