@@ -22,6 +22,7 @@ from shardyard.errors import UserError
 
 _POLL_S, _TELL_S = 0.2, 30.0
 _DEFAULT_WAIT_S = 600.0
+_LINGER_S = 2.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -173,6 +174,7 @@ class Meeting:
         found = [store.get(f"ranks/{start.number}/{node}").decode().split() for node in nodes]
         odd = [node for node in nodes if found[node][0] != found[0][0]]
         if odd:
+            time.sleep(_LINGER_S if self._hosts else 0.0)  # the others read here what is wrong
             raise UserError(
                 f"node {odd[0]} ({found[odd[0]][1]}) starts {found[odd[0]][0]} ranks, node 0 ({found[0][1]}) "
                 f"{found[0][0]}: give all machines the same --nproc-per-node"

@@ -112,8 +112,8 @@ class TwoMachines:
         nodes += ["--nproc_per_node=2"]
         words = [*self.words, *(["--model.cache_dir", f"{self.cache}{node}"] if self.cache else [])]
         if launcher == "torchrun":
-            # torch announces the name of the machine, which the other one cannot look up here.
-            nodes += [f"--local_addr={self.machines[node].address}"]
+            # torch goes by the name of the machine, which means nothing in a namespace.
+            nodes += [f"--local_addr={self.machines[node].address}", f"--rdzv_conf=is_host={int(node == 0)}"]
             script = str(self.entry if self.halts else ROOT / "train_fsdp2.py")
             return [*PYTHON, "-m", "torch.distributed.run", *nodes, script, *words]
         if self.halts:
