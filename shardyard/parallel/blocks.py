@@ -8,6 +8,7 @@ import torch.nn as nn
 
 from shardyard.config import ParallelConfig
 from shardyard.parallel.patterns import select_modules
+from shardyard.parallel.pipeline.stages import ForeignModule
 
 logger = logging.getLogger("shardyard.parallel")
 
@@ -34,9 +35,9 @@ def select_blocks(model: nn.Module, parallel: ParallelConfig, field: str) -> Blo
 
 def wrappable(blocks: Blocks) -> Blocks:
     """Without what cannot or need not be wrapped: a list of modules has no forward of its own, the root is
-    wrapped in any case, and an identity stands where another pipeline stage has the module.
+    wrapped in any case, and what another pipeline stage has is only stood for.
     """
-    kinds = (nn.ModuleList, nn.ModuleDict, nn.Identity)
+    kinds = (nn.ModuleList, nn.ModuleDict, ForeignModule)
     return [(name, module) for name, module in blocks if name and not isinstance(module, kinds)]
 
 

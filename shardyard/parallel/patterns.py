@@ -73,6 +73,11 @@ def select(patterns: Sequence[str] | None, names: Iterable[str], *, key: str) ->
 def select_modules(
     model: nn.Module, patterns: Sequence[str] | None, *, key: str
 ) -> list[tuple[str, nn.Module]]:
-    """The modules that any pattern matches, parents before children."""
+    """The modules that any pattern matches, parents before children.
+
+    Of a pipeline stage, those that it holds; a pattern that names another stage's modules is no mistake.
+    """
     modules = dict(model.named_modules())
-    return [(name, modules[name]) for name in select(patterns, modules, key=key)]
+    stage = getattr(model, "_pp_stage", None)
+    names = modules if stage is None else stage.whole.modules
+    return [(name, modules[name]) for name in select(patterns, names, key=key) if name in modules]

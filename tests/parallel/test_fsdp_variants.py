@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.nn as nn
+from support.pipelines import joined, train_stages
 from support.training import Outcome, Recipe, largest_relative_difference, make_rows, train_rows
 
 from shardyard.config import ParallelConfig
@@ -27,6 +28,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ignored, FSDP 2 x TP 2": (4, "dense", IGNORED | {"tp_size": 2}),
     "ignored, CP 2": (2, "dense", IGNORED | {"cp_size": 2}),
     "ignored, PP 2": (2, "dense", IGNORED | {"pp_size": 2}),
+    "ignored in one stage, PP 2": (
+        2, "dense", {"ignored_modules": ["model.layers.{0-0}.mlp"], "recompute": True, "pp_size": 2},
+    ),
+    "ignored and offload, PP 2 x FSDP 2": (4, "moe", IGNORED_BESIDE_EXPERTS | OFFLOAD | {"pp_size": 2}),
+    "rows in pieces, PP 2": (
+        2, "dense", {"enable_chunk_batch": True, "chunk_mbs": 3, "recompute": True, "pp_size": 2},
+    ),
     "ignored tied pair, TP 2": (2, "dense", {"ignored_modules": ["lm_head"], "tp_size": 2}),
     "ignored, EP 2": (2, "moe", IGNORED_BESIDE_EXPERTS | {"ep_size": 2}),
     "ignored, TP 2 with EP 2": (2, "moe", IGNORED_BESIDE_EXPERTS | {"tp_size": 2, "ep_size": 2}),
@@ -73,8 +81,8 @@ def references(ranks, model_zoo):
 def test_the_training_stays_the_same(ranks, model_zoo, references, name):
     world, family, parallel = CASES[name]
     recipe = Recipe(accumulation=2, training=TRAINING, parallel=parallel, steps=2)
-    ours = ranks.run(world, train_rows, model_zoo.folder(f"parity_{family}"), make_rows(), recipe)[0]
-    reference = references(family)
+    folder, reference = model_zoo.folder(f"parity_{family}"), references(family)
+    ours = joined(ranks.run(world, train_stages, folder, make_rows(), recipe))
     assert ours.losses == pytest.approx(reference.losses, rel=1e-5)
     assert ours.norms == pytest.approx(reference.norms, rel=1e-5)
     assert largest_relative_difference(ours.first_grads, reference.first_grads) <= 1e-5
