@@ -141,8 +141,7 @@ def _let_first_rank_here_speak() -> None:
 
 
 def _is_on_every_rank(error: BaseException) -> bool:
-    step = sys.modules.get("shardyard.train.step")
-    return step is not None and isinstance(error, step.NonFiniteError)
+    return bool(getattr(error, "on_every_rank", False))
 
 
 def _lost_contact(error: BaseException) -> bool:

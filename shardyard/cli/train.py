@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardyard.cli.launch import Launch, take_launch
 from shardyard.cli.rank import LOST_CONTACT
-from shardyard.config import load_config, resolve_layout
+from shardyard.config import layout_of, load_config
 from shardyard.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def train(argv: Sequence[str]) -> int:
     launch = take_launch(words)
     loaded = load_config(words)
     if launch.nproc_per_node is not None:  # before torch is imported: the answer comes at once
-        resolve_layout(loaded.config.parallel, launch.nproc_per_node * launch.nnodes)
+        layout_of(loaded.config, launch.nproc_per_node * launch.nnodes)
     ranks = local_rank_count(launch.nproc_per_node)
-    resolve_layout(loaded.config.parallel, ranks * launch.nnodes)
+    layout_of(loaded.config, ranks * launch.nnodes)
     return start_ranks([*RANK_COMMAND, *words], ranks, launch)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from shardyard.config import ModelConfig
+from shardyard.config import Layout, ModelConfig
 from shardyard.device import Device
 from shardyard.errors import UserError
 from shardyard.models import packing
@@ -92,12 +92,19 @@ def build_model(
     _freeze(model, model_config.freeze or [])
     model.train()
     unpacked = refused or _self_test(model, config, precision, device)
-    if unpacked and placement.meshes.layout.pp > 1:
-        raise UserError(
-            f"parallel.pp_size: each document of this model needs a forward of its own ({unpacked}), and the "
-            "micro-batches of a pipeline have one length; set pp_size to 1"
-        )
+    if unpacked:
+        _refuse_sharing(unpacked, placement.meshes.layout)
     return BuiltModel(model, config, source, precision, unpacked)
+
+
+def _refuse_sharing(unpacked: str, layout: Layout) -> None:
+    """What a rank holds of a micro-batch under these axes is cut and padded between its documents."""
+    for key in ("pp", "cp", "tp"):
+        if getattr(layout, key) > 1:
+            raise UserError(
+                f"parallel.{key}_size: each document of this model needs a forward of its own ({unpacked}), "
+                f"which does not go with micro-batches that ranks share; set {key}_size to 1"
+            )
 
 
 def _check_attention(name: str | None, device: Device) -> None:

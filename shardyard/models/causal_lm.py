@@ -112,6 +112,9 @@ class TrainableCausalLM:
         In a pipeline the tokens are padded to ``local_tokens`` on each rank; what enters a later stage as
         ``input_ids``, and leaves one before the last, are hidden states [1, local_tokens / tp, H].
         """
+        layout = self.placement.meshes.layout
+        if doc_lens is None and layout.cp * layout.tp > 1:
+            raise ValueError("ranks share a micro-batch by its documents, and their lengths are not given")
         share = self.placement.sequence.share(doc_lens or (position_ids.shape[1],), local_tokens)
         extra: dict[str, Any] = share.attention_kwargs() if doc_lens is not None else {}
         extra |= {"position_ids": share.cut_positions(position_ids), "use_cache": False}

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-# Measured packed against alone, with the documents attention: difference below 1e-5.
-MEASURED = frozenset(
-    "cohere2 deepseek_v3 gemma3_text glm4 glm4_moe gpt2 gpt_neox gpt_oss llama mistral mixtral olmo2 phi3 "
-    "qwen2 qwen3 qwen3_moe smollm3 starcoder2".split()
-)
+from shardyard.config.families import PACKED
+
 # These choose their frequencies from the longest position they see, so a document's numbers would depend on
 # which others share its forward.
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
@@ -27,7 +24,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 def refusal(config: Any) -> str | None:
     """Why this config's documents may not share a forward; None when they may (if the self-test agrees)."""
-    if config.model_type not in MEASURED:
+    if config.model_type not in PACKED:
         return f"{config.model_type} is not on the list of architectures measured to keep documents apart"
     if getattr(config, "alibi", False):
         return "alibi positions come from the mask"

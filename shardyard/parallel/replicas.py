@@ -22,6 +22,8 @@ _WEIGHT_PERIOD = 65_521  # prime; weights along the tensor make the hash notice 
 class DivergedError(RuntimeError):
     """Ranks that hold the same piece of a parameter hold different numbers."""
 
+    on_every_rank = True
+
 
 @torch.no_grad()
 def check_replicas(named: Iterable[tuple[str, torch.Tensor]], meshes: Meshes, tied: Tied = ()) -> int:

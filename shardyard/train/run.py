@@ -12,7 +12,7 @@ import torch
 
 from shardyard.checkpoint import CheckpointStore, check_exportable, export_dtype, export_hf
 from shardyard.config import Config, Loaded
-from shardyard.config.layout import Layout, resolve_layout
+from shardyard.config.layout import Layout, layout_of
 from shardyard.config.resolved import format_table
 from shardyard.data.batches import BatchLoader
 from shardyard.data.build import RunData, build_run_data
@@ -60,7 +60,7 @@ def run(loaded: Loaded, *, observe: Observer | None = None) -> int:
 def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observer | None) -> None:
     started = time.perf_counter()
     config = loaded.config
-    layout = resolve_layout(config.parallel, group.world_size)
+    layout = layout_of(config, group.world_size)
     device.set_deterministic(bool(config.training.deterministic))
     device.seed(config.training.seed)
     _report_config(loaded, layout, device)

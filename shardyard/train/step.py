@@ -41,6 +41,8 @@ class StepResult:
 class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or Inf; raised before the optimizer moves."""
 
+    on_every_rank = True
+
 
 @dataclass(frozen=True)
 class _Counts:

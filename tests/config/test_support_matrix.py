@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from itertools import combinations, product
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from support.configs import load
 
 from shardyard.config import Loaded, layout_of
-from shardyard.config.families import PACKED, SPLIT
 from shardyard.config.parallelism_tables import refreshed, support_table
 from shardyard.config.support import AXES, EXCEPTIONS, FEATURES, NEVER, Verdict
 from shardyard.errors import UserError
@@ -198,19 +196,3 @@ def test_only_marked_blocks_of_a_page_change() -> None:
     assert found.startswith("a\n<!-- table: rules -->\n\n| setting | rule |") and "old" not in found
     assert found.endswith("<!-- end -->\nb\n<!-- table: other -->\nkept\n<!-- end -->\n")
     assert refreshed(found) == found
-
-
-@pytest.mark.parametrize(
-    ("file", "families"), [("models/packing.py", PACKED), ("parallel/tensor/families.py", SPLIT)]
-)
-def test_the_checker_knows_the_families_that_were_measured(file: str, families: frozenset[str]) -> None:
-    """Their rooms hold the same list, or take it from here; read without importing torch."""
-    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
-    lists = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MEASURED"
-    ]
-    words = [n.value for value in lists for n in ast.walk(value) if isinstance(n, ast.Constant)]
-    measured = {name for word in words for name in str(word).split()}
-    assert measured in (set(), families)

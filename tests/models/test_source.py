@@ -6,8 +6,9 @@ import pytest
 from support.models import tiny_config, write_tiny_model
 from support.training import Recipe, build_step
 
+from shardyard.config.families import PACKED
 from shardyard.errors import UserError
-from shardyard.models.packing import MEASURED, refusal
+from shardyard.models.packing import refusal
 from shardyard.models.source import with_overrides
 
 
@@ -114,7 +115,7 @@ def pack_every_measured_family():
         max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     found = {}
-    for family in sorted(MEASURED):
+    for family in sorted(PACKED):
         default = transformers.AutoConfig.for_model(family)
         known = {*default.to_dict(), *default.attribute_map}
         config = transformers.AutoConfig.for_model(family, **{k: v for k, v in small.items() if k in known})
@@ -126,4 +127,4 @@ def pack_every_measured_family():
 
 
 def test_every_measured_family_builds_and_keeps_documents_apart(ranks):
-    assert ranks.run(1, pack_every_measured_family)[0] == dict.fromkeys(sorted(MEASURED))
+    assert ranks.run(1, pack_every_measured_family)[0] == dict.fromkeys(sorted(PACKED))

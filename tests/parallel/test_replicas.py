@@ -1,4 +1,4 @@
-"""Ranks that must hold the same numbers are compared after the first step; a difference names the parameter."""
+"""Ranks that must hold the same numbers are compared after the first step; a drift names the parameter."""
 
 from __future__ import annotations
 

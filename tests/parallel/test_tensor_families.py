@@ -76,6 +76,6 @@ def test_each_norm_has_its_gradient_once_however_many_micro_batches_accumulate(r
 def test_every_measured_family_is_measured_here():
     from parallel.tensor_models import tensor_config
 
-    from shardyard.parallel.tensor import MEASURED
+    from shardyard.config.families import SPLIT
 
-    assert {tensor_config(case).model_type for case in CASES} == MEASURED
+    assert {tensor_config(case).model_type for case in CASES} == SPLIT

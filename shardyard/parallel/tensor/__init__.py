@@ -2,10 +2,9 @@
 
 from shardyard.parallel.tensor.apply import apply_tensor_parallel
 from shardyard.parallel.tensor.collectives import gather_sequence, scatter_sequence
-from shardyard.parallel.tensor.plan import MEASURED, TensorPlan, plan_tensor_parallel
+from shardyard.parallel.tensor.plan import TensorPlan, plan_tensor_parallel
 
 __all__ = [
-    "MEASURED",
     "TensorPlan",
     "apply_tensor_parallel",
     "gather_sequence",

@@ -1,14 +1,6 @@
-"""What is known of model families: which were measured, and what their own plans leave out."""
+"""Model families, and what their own plans leave out."""
 
 from __future__ import annotations
-
-# Gradients of every parameter equal those of one process (tests/parallel/test_tensor_families.py). Others are
-# refused: a layer that mixes what a plan splits, or tokens that lie on different ranks, would give wrong
-# numbers in silence.
-MEASURED = frozenset(
-    "cohere2 deepseek_v3 gemma3_text glm4 glm4_moe gpt_oss llama mistral mixtral olmo2 phi3 qwen2 qwen3 "
-    "qwen3_moe smollm3 starcoder2".split()
-)
 
 # Added to the family's own plan, in its notation; names that a model lacks are passed over.
 _ATTENTION = {

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from shardyard.config import ParallelConfig
+from shardyard.config.families import SPLIT
 from shardyard.errors import UserError
 from shardyard.parallel.patterns import select
-from shardyard.parallel.tensor.families import ADAPTERS, DROPOUT_OF_PARTIAL_SUMS, MEASURED, PER_HEAD
+from shardyard.parallel.tensor.families import ADAPTERS, DROPOUT_OF_PARTIAL_SUMS, PER_HEAD
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 _ATTENTION = "self_attn"
@@ -76,10 +77,10 @@ def plan_tensor_parallel(model: PreTrainedModel, parallel: ParallelConfig) -> Te
 def _refuse_unmeasured(model: PreTrainedModel, parallel: ParallelConfig) -> None:
     config: Any = model.config
     key = f"parallel.tp_size: {parallel.tp_size}"
-    if config.model_type not in MEASURED:
+    if config.model_type not in SPLIT:
         raise UserError(
             f"{key} splits layers of families that were measured to give the same gradients, and "
-            f"{config.model_type!r} is none of them ({', '.join(sorted(MEASURED))}); "
+            f"{config.model_type!r} is none of them ({', '.join(sorted(SPLIT))}); "
             "use parallel.fsdp_size instead"
         )
     for name in DROPOUT_OF_PARTIAL_SUMS:
