@@ -34,7 +34,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.O
         {"params": plain, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [group for group in groups if group["params"]] or groups[:1],  # a pipeline stage may be all frozen
         lr=training.lr,
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_epsilon,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.models import write_tiny_model
 from support.pipelines import joined, train_stages
@@ -48,7 +50,7 @@ def case(world: int, family: str, accumulation: int, *, soak: bool = False, **pa
     return pytest.param(world, family, accumulation, {"pp_size": 2, **parallel}, id=name, marks=marks)
 
 
-INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
+INTERLEAVED: dict[str, Any] = {"pp_schedule": "interleaved_1f1b"}
 CASES = [
     case(2, "untied", 4, pp_schedule="gpipe"),
     case(2, "tied", 4, recompute=True),
