@@ -174,3 +174,28 @@ def test_with_recompute_each_layer_keeps_one_hidden_state(ranks, tmp_path, paral
     for rank in range(world):
         assert peaks[8][rank] - peaks[4][rank] == 4 * hidden
         assert peaks[16][rank] - peaks[8][rank] == 8 * hidden
+
+
+def peak_of_rows(folder, recipe, rows, tokens):
+    """The most bytes alive in a step of one micro-batch of ``rows`` rows with few labels."""
+    from support.live_memory import LivePeak
+    from support.training import build_step, micro_batches_of
+
+    _, step, _ = build_step(folder, recipe)
+    ids = [3 + i % 90 for i in range(tokens)]
+    batches = micro_batches_of([(ids, [-100] * (tokens - 1) + [5])] * rows, 1, 0, 1)
+    step(batches, step=1, lr=1e-2)
+    with LivePeak() as memory:
+        step(batches, step=2, lr=1e-2)
+    return memory.peak
+
+
+def test_pieces_of_rows_bound_what_a_layer_needs_inside(ranks, model_zoo):
+    """A piece is an eighth of the micro-batch; what is kept between layers is not inside any."""
+    folder, rows, tokens = model_zoo.folder("parity_dense"), 8, 96
+    kept = LAYERS * rows * tokens * HIDDEN * FP32
+    whole, pieces = (
+        ranks.run(1, peak_of_rows, folder, Recipe(parallel={"recompute": True} | chunks), rows, tokens)[0]
+        for chunks in ({}, {"enable_chunk_batch": True, "chunk_mbs": 1})
+    )
+    assert pieces - kept < 0.5 * (whole - kept)
