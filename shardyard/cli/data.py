@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardyard.cli.words import take_flag, take_number, take_numbers, take_text
-from shardyard.config import Config, layout_of, load_config
+from shardyard.config import Config, Layout, fewest_ranks, layout_of, load_config
 from shardyard.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ loaded. FILE and overrides are those of shardyard train.
 report: rows, samples and tokens of each data set and of all, what was dropped and why, duplicates, lengths,
 what an epoch holds, packs, validation sets, updates.
   --json          the same as JSON (docs/data.md lists the keys)
-  --world-size N  the number of ranks that will train (default 1)
+  --world-size N  the number of ranks that will train (default: the fewest that the layout fits)
 
 preview: samples as text, with the trained part in colour, or in [[ ]] where the output is no terminal (or
 NO_COLOR is set). Without options the first 3 in training order.
@@ -68,12 +68,13 @@ def data(argv: Sequence[str]) -> int:
 
 def _report(words: list[str]) -> None:
     as_json = take_flag(words, "--json")
-    world_size = take_number(words, "--world-size", default=1)
+    world_size = take_number(words, "--world-size", default=0) or None
     windows = take_number(words, "--windows", default=1)
     with _opened(words, world_size, windows) as run:
         from shardyard.data.inspect import blocks_of, survey
 
-        found = survey(run.config, run.data, run.view, world_size=world_size, data_parallel=run.data_parallel)
+        ranks, readers = run.layout.world_size, run.layout.data_parallel
+        found = survey(run.config, run.data, run.view, world_size=ranks, data_parallel=readers)
         if as_json:
             print(json.dumps(found, indent=2, ensure_ascii=False))
             return
@@ -89,7 +90,7 @@ def _preview(words: list[str]) -> None:
     max_tokens = take_number(words, "--max-tokens", default=1024)
     windows = take_number(words, "--windows", default=1)
     wanted = _wanted(words)
-    with _opened(words, 1, windows) as run:
+    with _opened(words, None, windows) as run:
         from shardyard.data.inspect import select, show
 
         style = _style(sys.stdout, os.environ)
@@ -126,15 +127,17 @@ class _Run:
     tokenizer: Any
     data: RunData
     view: View
-    data_parallel: int
+    layout: Layout
 
 
 @contextmanager
-def _opened(words: list[str], world_size: int, windows: int) -> Iterator[_Run]:
-    """The data of the configuration in ``words``; closed at the end."""
+def _opened(words: list[str], world_size: int | None, windows: int) -> Iterator[_Run]:
+    """The data of the configuration in ``words``, on as few ranks as its layout needs if nobody says how
+    many; closed at the end.
+    """
     loaded = load_config(words)
     config = loaded.config
-    data_parallel = layout_of(config, world_size).data_parallel
+    layout = layout_of(config, fewest_ranks(config) if world_size is None else world_size)
     if windows > 1 and not config.data.streaming:
         raise UserError("--windows: only a stream has windows; set data.streaming, or leave it out")
     _log_to_stderr()
@@ -146,9 +149,9 @@ def _opened(words: list[str], world_size: int, windows: int) -> Iterator[_Run]:
     from shardyard.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
-    data = build_run_data(config, tokenizer, dp_size=data_parallel)
+    data = build_run_data(config, tokenizer, dp_size=layout.data_parallel)
     try:
-        yield _Run(config, tokenizer, data, view_of(config, data, tokenizer, windows=windows), data_parallel)
+        yield _Run(config, tokenizer, data, view_of(config, data, tokenizer, windows=windows), layout)
     finally:
         data.close()
 

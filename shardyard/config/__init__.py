@@ -1,6 +1,6 @@
 """YAML and command line -> one frozen :class:`Config`, without importing torch."""
 
-from shardyard.config.layout import Layout, check_sizes, layout_of, resolve_layout
+from shardyard.config.layout import Layout, check_sizes, fewest_ranks, layout_of, resolve_layout
 from shardyard.config.loader import ConfigError, Loaded, Origin, load_config
 from shardyard.config.model_shape import ModelShape, read_shape
 from shardyard.config.schema import Config
@@ -26,6 +26,7 @@ __all__ = [
     "ParallelConfig",
     "TrainingConfig",
     "check_sizes",
+    "fewest_ranks",
     "layout_of",
     "load_config",
     "read_shape",

@@ -82,6 +82,20 @@ def resolve_layout(
     )
 
 
+def fewest_ranks(config: Config) -> int:
+    """The smallest number of ranks on which the layout of ``config`` fits.
+
+    Raises:
+        UserError: it fits no number of ranks.
+    """
+    check_sizes(config)
+    shape, _ = read_shape(config.model)
+    wish = Wish.of(config.parallel, 1, shape, config.training.gradient_accumulation_steps)
+    if next(broken(wish), None) is None:
+        return 1
+    return next(iter(nearest_worlds(wish)), 1)
+
+
 def check_sizes(config: Config) -> None:
     """The rules that hold on any number of ranks.
 

@@ -45,6 +45,20 @@ def test_counts_of_rows_by_hand(folder: Folder, capsys: pytest.CaptureFixture[st
     assert found["total"]["tokens"] == source["tokens"] and found["streaming"] is None
 
 
+def test_a_layout_needs_no_number_of_ranks(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fewest: 2 stages x 2 tensor-parallel ranks x 3 shards, and all three of them share a sequence."""
+    file = folder.rows("a.jsonl", [pair("q", str(n)) for n in range(10, 30)])
+    steps = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
+    folder.config(dataset={"file_name": file}, training=steps)
+    layout = ("--parallel.pp_size", "2", "--parallel.tp_size", "2", "--parallel.cp_size", "3")
+    run = folder.report(capsys, *layout)["run"]
+    assert (run["world_size"], run["data_parallel"], run["total_steps"]) == (12, 1, 10)
+    run = folder.report(capsys, *layout, "--world-size", "24")["run"]
+    assert (run["world_size"], run["data_parallel"], run["total_steps"]) == (24, 2, 5)
+    shown = folder.run(capsys, "preview", str(folder.path / "run.yaml"), *layout)
+    assert "[[10" in shown
+
+
 def test_several_sets_shares_validation_and_updates(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
