@@ -42,7 +42,13 @@ def evaluate(folder: Path, recipe: Recipe) -> dict[str, Any]:
     return {"sums": sums, "logits": logits.numpy(), "said": said}
 
 
-@pytest.mark.parametrize("parallel", [{"pp_size": 2}, INTERLEAVED], ids=["two stages", "four on two ranks"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(INTERLEAVED, id="four stages on two ranks"),
+        pytest.param({"pp_size": 2}, id="two stages", marks=pytest.mark.soak),
+    ],
+)
 def test_evaluation_gives_plain_transformers_numbers(ranks, tied, parallel):
     """Loss sums on the rank of the last stage and 0 elsewhere; all logits, of packed rows, on every rank."""
     import torch
