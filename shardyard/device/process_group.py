@@ -120,7 +120,8 @@ def start_process_group(device: Device, *, timeout_minutes: float = 30.0) -> Pro
                 "machine is reachable and the port is free."
             ) from error
         # One store may outlive several starts of the ranks: what an earlier one wrote is not for this one.
-        store = dist.PrefixStore(f"start/{os.environ.get(START, '0')}", store)
+        starts = os.environ.get(START, "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"start/{'.'.join(starts)}", store)
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and (name := choose_gloo_interface()):
         logger.info("rank %d talks to the other machines through %s (GLOO_SOCKET_IFNAME)", rank, name)
     watch = make_watch(store, rank, world_size)
