@@ -20,6 +20,7 @@ from shardyard.device import Device
 from shardyard.errors import UserError
 from shardyard.models import packing
 from shardyard.models.causal_lm import Placement, base_class, trainable_class
+from shardyard.models.reading import refuse_scrambled
 from shardyard.models.scratch import initialise_from_seed
 from shardyard.models.source import has_weights
 from shardyard.ops import DOCUMENTS_ATTENTION
@@ -191,6 +192,7 @@ def _from_weights(
         raise UserError(
             f"model.model_name_or_path: the weights of {source} cannot be read: {error}"
         ) from error
+    refuse_scrambled(model)
     _refuse_incomplete(model, info, source)
     free_what_was_read_around(model)
     return model
