@@ -64,7 +64,7 @@ def test_one_document_per_forward_changes_nothing(ranks, folder, reference):
     assert_same(ranks.run(2, train_rows, folder, make_rows(), recipe)[0], reference)
 
 
-def test_ignored_modules_are_still_averaged(ranks, folder, reference):
+def test_ignored_modules_are_still_summed(ranks, folder, reference):
     recipe = _recipe(2, ignored_modules=["model.layers.{*}.self_attn.q_proj", "model.norm"])
     assert_same(ranks.run(2, train_rows, folder, make_rows(), recipe)[0], reference)
 
