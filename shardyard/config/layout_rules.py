@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardyard.config.families import SPLIT
 from shardyard.config.layout_wish import Wish
 from shardyard.config.model_shape import ModelShape
+from shardyard.config.shares import experts_found, experts_too_few, rows_found, rows_too_few
 
 SIZES = ("world", "pp", "tp", "fsdp")
 
@@ -297,6 +298,22 @@ RULES: tuple[LayoutRule, ...] = (
             f"{wish.micro_batches} micro-batches do not fill the {(wish.micro_batches or 0) // wish.pp} "
             f"rounds of interleaved_1f1b on parallel.pp_size {wish.pp}; a multiple of {wish.pp} does"
         ),
+    ),
+    LayoutRule(
+        "parallel.fsdp_size",
+        "with tp_size, each fsdp rank holds a row or more of every layer that tp splits, or fsdp_size "
+        "divides its columns (the hidden size, most often).",
+        (*SIZES, "shard"),
+        lambda wish: rows_too_few(wish) is None,
+        rows_found,
+    ),
+    LayoutRule(
+        "parallel.ep_fsdp_size",
+        "each of the ranks that share the experts of an ep rank (fsdp_size x tp_size / ep_size) holds one or "
+        "more, or they divide the hidden size.",
+        (*SIZES, "ep", "expert_shard"),
+        lambda wish: not experts_too_few(wish),
+        experts_found,
     ),
     LayoutRule(
         "parallel.shard_placement_fn",

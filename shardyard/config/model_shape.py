@@ -25,6 +25,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "kv_rank": ("kv_lora_rank",),
     "query_rank": ("q_lora_rank",),
     "value_dim": ("v_head_dim",),
+    "nope_dim": ("qk_nope_head_dim",),
+    "rope_dim": ("qk_rope_head_dim",),
 }
 """Our name -> the names that families use for it in config.json."""
 
@@ -59,6 +61,9 @@ class ModelShape:
     """Rank of the compressed keys and values (multi-head latent attention), else None."""
     query_rank: int | None = None
     value_dim: int | None = None
+    nope_dim: int | None = None
+    """Of a latent head's query and key, the part without positions; ``rope_dim`` is the other one."""
+    rope_dim: int | None = None
     sliding_window: bool = False
     """Whether some layers attend to a window only."""
     attention_dropout: float = 0.0

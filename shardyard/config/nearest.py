@@ -60,9 +60,17 @@ def _word(value: object) -> str:
 def nearest(wish: Wish) -> list[Suggestion]:
     """Up to three fits: those with the fewest settings changed, and of these with the smallest ratios.
 
-    The number of ranks stays, and an axis that is 1 stays 1: nobody asked for it.
+    The number of ranks stays, and an axis that is 1 stays 1: nobody asked for it. Replicas are proposed only
+    where nothing else fits.
     """
     choices = {name: _choices(wish, name) for name in KEYS}
+    fits = _fewest_changes(wish, choices)
+    if not fits and wish.fsdp is None and wish.shared is not None:
+        fits = _fewest_changes(wish, choices | {"fsdp": _sizes(wish.shared, wish.shared)})
+    return fits
+
+
+def _fewest_changes(wish: Wish, choices: dict[str, list[Any]]) -> list[Suggestion]:
     names = [name for name, values in choices.items() if values]
     for count in range(1, len(names) + 1):
         fits: list[Suggestion] = []
@@ -136,8 +144,8 @@ def _distance(wish: Wish, fit: Suggestion) -> float:
     total = 0.0
     for name, value in fit.changes.items():
         old = getattr(wish, name)
-        if name == "fsdp" and value is None:
-            value = fit.wish.shards or 1
+        if name == "fsdp":
+            old, value = wish.shards or 1, fit.wish.shards or 1
         elif name == "ep_fsdp":
             value = fit.wish.expert_shards or 1
         numbers = isinstance(old, int) and isinstance(value, int)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from shardyard.config import ParallelConfig
+from shardyard.config.shares import leaves_a_rank_empty
 from shardyard.device import Device
 from shardyard.errors import UserError
 from shardyard.parallel.blocks import Blocks, outermost, select_blocks, wrappable
@@ -132,14 +133,14 @@ def placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> Placem
         (module for _, module in fused_experts(model)), shards, parallel.efsdp_shard_placement_fn
     )
     dense = dense_placement(model, parallel, shards)
-    return lambda parameter: experts(parameter) or (dense(parameter) if dense else None)
+    return lambda parameter: experts(parameter) or dense(parameter)
 
 
-def dense_placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> PlacementFn | None:
+def dense_placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> PlacementFn:
     """The same for the other parameters, by ``shard_placement_fn``; vectors have only dimension 0."""
-    if parallel.shard_placement_fn != "shard_by_dim_1":
-        return None
     names = {parameter: name for name, parameter in model.named_parameters()}
+    if parallel.shard_placement_fn != "shard_by_dim_1":
+        return lambda parameter: _row_placement(parameter, names[parameter], shards)
 
     def place(parameter: nn.Parameter) -> Shard:
         shape = local(parameter).shape
@@ -154,6 +155,22 @@ def dense_placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> 
         return Shard(1)
 
     return place
+
+
+def _row_placement(parameter: nn.Parameter, name: str, shards: int) -> Shard | None:
+    """By rows, FSDP's own choice, unless transformers' reader fails on it: where tp has cut the rows before,
+    it cannot read none of them.
+    """
+    cut_before = isinstance(parameter, DTensor) and any(p.is_shard(0) for p in parameter.placements)
+    shape = local(parameter).shape
+    if not cut_before or not leaves_a_rank_empty(shape[0], shards):
+        return None
+    if shape[1] % shards:
+        raise UserError(
+            f"parallel.fsdp_size: {shards} ranks share the {shape[0]} rows of {name} that a tp rank holds, "
+            f"and one would hold none; nor do they divide its {shape[1]} columns. Take an fsdp_size that does"
+        )
+    return Shard(1)
 
 
 def _sum_gradients(model: nn.Module) -> None:

@@ -147,6 +147,31 @@ def _even(number: int | None, parts: int) -> bool:
     return number is None or len({len(range(part, number, parts)) for part in range(parts)}) == 1
 
 
+def _hold_some(rows: int | None, ranks: int) -> bool:
+    """Whether each rank has a row when they are dealt as torch.chunk does: full hands until none is left."""
+    hand = next(size for size in range((rows or ranks) + 1) if size * ranks >= (rows or ranks))
+    return rows is None or len(range(0, rows, hand)) == ranks
+
+
+def _all_hold_some(wish: dict[str, Any], fsdp: int, expert_shards: int, shape: ModelShape) -> bool:
+    """Rows that tp has cut, and experts, reach every rank, or another dimension is split evenly instead."""
+    tp, ep = wish["tp_size"], wish["ep_size"]
+    assert shape.heads and shape.kv_heads and shape.head_dim
+    rows = [shape.vocab, shape.intermediate, shape.shared_intermediate]
+    if shape.kv_rank is None:
+        rows += [shape.kv_heads * shape.head_dim, shape.heads * shape.head_dim]
+    by_rows = tp > 1 and wish["shard_placement_fn"] != "shard_by_dim_1" and not _even(shape.hidden, fsdp)
+    if by_rows and not all(_hold_some(size // tp, fsdp) for size in rows if size):
+        return False
+    if not shape.experts or (shape.experts_transposed and ep == 1):
+        return True
+    if wish["efsdp_shard_placement_fn"] == "shard_by_dim_1" or _hold_some(shape.experts // ep, expert_shards):
+        return True
+    widths = [shape.hidden, 2 * (shape.expert_intermediate or 0) if shape.experts_transposed else None]
+    by_width = all(_even(width, expert_shards) for width in widths)
+    return wish["efsdp_shard_placement_fn"] == "auto" and by_width
+
+
 def _splits(wish: dict[str, Any], fsdp: int, shape: ModelShape | None) -> bool:
     tp, cp, ep = wish["tp_size"], wish["cp_size"], wish["ep_size"]
     expert_shards = [size for size in range(1, fsdp * tp + 1) if size * ep == fsdp * tp]
@@ -169,7 +194,7 @@ def _splits(wish: dict[str, Any], fsdp: int, shape: ModelShape | None) -> bool:
     if wish["efsdp_shard_placement_fn"] == "shard_by_dim_1" and shape.experts:
         widths = [shape.hidden, shape.expert_intermediate if shape.experts_transposed else None]
         fits += [_even(width, expert_shards[0]) for width in widths]
-    return all(fits)
+    return all(fits) and _all_hold_some(wish, fsdp, expert_shards[0], shape)
 
 
 def _stages_fit(wish: dict[str, Any], shape: ModelShape | None, micro_batches: int) -> bool:

@@ -62,6 +62,11 @@ INVALID: list[tuple[str, int | None, str, str]] = [
     ("gpt-oss-20b", 128, "ep_size=1 tp_size=2 efsdp_shard_placement_fn=shard_by_dim_1",
      "parallel.efsdp_shard_placement_fn"),
     ("Qwen3-0.6B", 12, "shard_placement_fn=shard_by_dim_1", "parallel.shard_placement_fn"),
+    # ranks that would hold no row or no expert, and no other dimension divides
+    ("Qwen3-30B-A3B", 192, "", "parallel.ep_fsdp_size"),
+    ("Qwen3-30B-A3B", 1024, "ep_size=16 efsdp_shard_placement_fn=shard_by_dim_0", "parallel.ep_fsdp_size"),
+    ("gpt-oss-20b", 256, "ep_size=2", "parallel.ep_fsdp_size"),
+    ("Qwen3-0.6B", 1536, "tp_size=8", "parallel.fsdp_size"),
     # pipelines
     ("tiny", 4, "pp_size=4", "parallel.pp_size"),
     ("DeepSeek-V3", 512, "pp_size=16", "training.gradient_accumulation_steps"),
@@ -135,6 +140,10 @@ VALID: list[tuple[str, int | None, str]] = [
     ("Qwen3-8B", 8, "pp_size=4 pp_schedule=interleaved_1f1b training.gradient_accumulation_steps=10"),
     ("Qwen3-8B", 8, "pp_size=4 pp_schedule=interleaved_1f1b training.gradient_accumulation_steps=3"),
     ("Qwen3-8B", 6, "pp_size=3 pp_layers_per_stage=[10,14,12] training.gradient_accumulation_steps=3"),
+    ("Qwen3-30B-A3B", 192, "fsdp_size=64"),
+    ("Qwen3-30B-A3B", 1024, "ep_size=16"),
+    ("gpt-oss-20b", 256, ""),
+    ("Qwen3-0.6B", 2048, "tp_size=8"),
     ("mamba", 4, "fsdp_size=2"),
     ("tiny", 3, "fsdp_size=3"),
 ]

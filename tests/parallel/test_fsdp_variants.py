@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch.nn as nn
+from support.models import write_tiny_model
 from support.pipelines import joined, train_stages
 from support.training import Outcome, Recipe, largest_relative_difference, make_rows, train_rows
 
 from shardyard.config import ParallelConfig
-from shardyard.parallel.fsdp import set_prefetch
+from shardyard.parallel.fsdp import dense_placement, set_prefetch
 
 TRAINING = {"adam_epsilon": 1e-4}
 IGNORED = {"ignored_modules": ["model.layers.{*}.self_attn.q_proj", "model.layers.{0-0}.mlp", "model.norm"]}
@@ -118,6 +119,51 @@ def test_what_cannot_be_split_so_is_refused_by_name(ranks, model_zoo, world, fam
         ranks.run(
             world, train_rows, model_zoo.folder(f"parity_{family}"), make_rows(), Recipe(parallel=parallel)
         )
+
+
+@pytest.mark.soak
+def test_columns_are_split_where_rows_would_not_reach_every_rank(ranks, tmp_path):
+    """An MLP of two rows: each tp rank has one, and one of two fsdp ranks would have none."""
+    folder = write_tiny_model(tmp_path, "parity_dense", intermediate_size=2)
+    outcomes = [
+        ranks.run(world, train_rows, folder, make_rows(), Recipe(1, parallel, TRAINING, steps=2))[0]
+        for world, parallel in ((1, {}), (4, {"tp_size": 2}))
+    ]
+    reference, ours = outcomes
+    assert ours.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert largest_relative_difference(ours.first_grads, reference.first_grads) <= 1e-5
+    assert largest_relative_difference(ours.weights, reference.weights) <= 1e-5
+
+
+def dimensions_of_three_rows(shards_and_cuts, columns):
+    """On one rank: where FSDP would split [3, columns] that tp has cut along each of ``cuts``; or why not."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from shardyard.errors import UserError
+
+    found: list[Any] = []
+    for shards, cut in shards_and_cuts:
+        model = nn.Linear(columns, 3, bias=False)
+        if cut is not None:
+            split = distribute_tensor(torch.empty(3, columns), init_device_mesh("cpu", (1,)), [Shard(cut)])
+            model.weight = nn.Parameter(split)
+        try:
+            place = dense_placement(model, ParallelConfig(), shards)(model.weight)
+        except UserError as error:
+            found.append(str(error))
+        else:
+            found.append(place and place.dim)
+    return found
+
+
+def test_rows_that_tp_has_cut_reach_every_rank_or_columns_are_split(ranks):
+    """None is FSDP's own choice, the rows; whole before, or cut by columns, a rank is read without a row."""
+    cases = [(4, 0), (3, 0), (2, 0), (4, None), (4, 1)]
+    assert ranks.run(1, dimensions_of_three_rows, cases, 8)[0] == [1, None, None, None, None]
+    (told,) = ranks.run(1, dimensions_of_three_rows, [(4, 0)], 6)[0]
+    assert told.startswith("parallel.fsdp_size: 4 ranks share the 3 rows of weight") and "6 columns" in told
 
 
 class Unit(nn.Module):

@@ -14,6 +14,7 @@ from typing import Literal
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardyard.config.shares import leaves_a_rank_empty
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.parallel")
@@ -51,17 +52,16 @@ def _dimension(module: nn.Module, name: str, shards: int, wish: Wish) -> int:
     if wish == "shard_by_dim_1":
         return _first_but_experts(name, shape, shards, joined)
     dim = 0 if wish == "shard_by_dim_0" else least_waste(shape, shards, joined)
-    if dim == 0 and stored_apart and _leaves_a_rank_empty(shape[0], shards):
+    # What the file has as the model holds it can be read in no rows, but not if ep has cut the rows before.
+    read_in_rows = stored_apart or isinstance(parameter, DTensor)
+    if dim == 0 and read_in_rows and leaves_a_rank_empty(shape[0], shards):
+        other = "take auto, or " if wish == "shard_by_dim_0" else ""
         raise UserError(
             f"{_KEY}: {wish} splits {name} {list(shape)} over {shards} ranks by its {shape[0]} experts, and "
-            "one rank would hold none; take auto or shard_by_dim_1, or sizes that divide"
+            f"one rank would hold none; {other}change parallel.fsdp_size or parallel.ep_size: the ranks that "
+            "share them have to divide the experts of an ep rank, or the hidden size"
         )
     return dim
-
-
-def _leaves_a_rank_empty(experts: int, shards: int) -> bool:
-    """torch gives each rank ceil(experts / shards) until none is left."""
-    return (shards - 1) * -(-experts // shards) >= experts
 
 
 def least_waste(shape: tuple[int, ...], shards: int, joined: int | None = None) -> int:
