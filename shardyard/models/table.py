@@ -7,43 +7,85 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardyard.config.layout import Layout
+from shardyard.device import ProcessGroup
 from shardyard.models.build import BuiltModel
+from shardyard.parallel import Meshes
 from shardyard.parallel.pipeline import PipelineModel
 
 
 def startup_table(
-    built: BuiltModel, layout: Layout, optimizer: torch.optim.Optimizer, export_dtype: torch.dtype
-) -> Iterator[str]:
-    """Lines of the table. Bytes are this rank's; the optimizer's are those of its two moments."""
-    parameters = list(built.model.parameters())
-    staged = isinstance(built.model, PipelineModel)
-    total = built.model.whole.num_parameters if staged else sum(p.numel() for p in parameters)
-    trainable = [p for p in parameters if p.requires_grad]
-    held = sum(_local(p).numel() * p.element_size() for p in parameters)
-    grads = sum(_local(p).numel() * p.element_size() for p in trainable)
-    yield f"{'parameters':<22}{total:,}"
-    here = " of this rank's pipeline stages" if staged else ""
-    yield f"{'trainable':<22}{sum(p.numel() for p in trainable):,}{here}"
-    sizes = f"{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(2 * grads)} optimizer"
-    yield f"{'bytes per rank':<22}{sizes}"
-    if layout.dp_replicate > 1:
-        spared = total * 4 // layout.world_size
-        yield (
-            f"{'hybrid sharding':<22}{layout.dp_replicate} replicas cost each rank {_mib(held - spared)} of "
-            f"parameters more "
-            f"than sharding over all {layout.world_size} ranks"
-        )
+    built: BuiltModel,
+    meshes: Meshes,
+    group: ProcessGroup,
+    optimizer: torch.optim.Optimizer,
+    export_dtype: torch.dtype,
+) -> list[str]:
+    """Lines of the table; every rank calls it. Bytes are those of the rank that holds most; the optimizer's
+    are those of its two moments.
+    """
+    layout, model = meshes.layout, built.model
+    parameters = list(model.parameters())
+    held = sum(map(_bytes, parameters))
+    grads = sum(_bytes(p) for p in parameters if p.requires_grad)
+    repeated = sum(_bytes(p) for p in parameters if _is_sharded(p, meshes))
+    leads_stage = group.rank % (layout.world_size // layout.pp) == 0
+    counted = list(_counted_here(model)) if leads_stage else []
+    sizes = [sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)]
+    rows = group.gather([held, grads, repeated, *sizes])
+    total, trainable = (int(count) for count in rows[:, 3:].sum(0))
+    held, grads, repeated = max(rows[:, :3].long().tolist(), key=lambda row: row[0] + 3 * row[1])
+    most = "" if bool((rows[:, :2] == rows[0, :2]).all()) else ", on the rank that holds most"
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-    yield f"{'dtype of storage':<22}{dtypes}"
-    yield f"{'dtype of compute':<22}{_name(built.precision.compute)}"
-    yield f"{'dtype of reduction':<22}{_name(built.precision.reduce)}"
-    yield f"{'dtype of optimizer':<22}{dtypes} ({type(optimizer).__name__})"
-    yield f"{'dtype of export':<22}{_name(export_dtype)}"
+    lines = [
+        ("parameters", f"{total:,}"),
+        ("trainable", f"{trainable:,}"),
+        (
+            "bytes per rank",
+            f"{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(2 * grads)} optimizer{most}",
+        ),
+    ]
+    if layout.dp_replicate > 1:
+        more = repeated - repeated // layout.dp_replicate
+        shards = layout.dp_replicate * layout.fsdp
+        lines.append(
+            (
+                "hybrid sharding",
+                f"{layout.dp_replicate} replicas cost each rank {_mib(more)} of parameters more than "
+                f"sharding over {shards} ranks",
+            )
+        )
+    lines += [
+        ("dtype of storage", dtypes),
+        ("dtype of compute", _name(built.precision.compute)),
+        ("dtype of reduction", _name(built.precision.reduce)),
+        ("dtype of optimizer", f"{dtypes} ({type(optimizer).__name__})"),
+        ("dtype of export", _name(export_dtype)),
+    ]
+    return [f"{name:<22}{value}" for name, value in lines]
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _counted_here(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of this rank's stages; a tied one counts where the first stage is."""
+    elsewhere: set[str] = set()
+    if isinstance(model, PipelineModel) and not model.holds_first:
+        elsewhere = set(model.whole.tied.values())
+    return (parameter for name, parameter in model.named_parameters() if name not in elsewhere)
+
+
+def _is_sharded(parameter: torch.Tensor, meshes: Meshes) -> bool:
+    """Whether more shards and fewer replicas would make this rank's part smaller: not so of what stays whole
+    (which cannot be told apart where a replica is one rank).
+    """
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    replicas = parameter.device_mesh.size(names.index("dp_replicate")) if "dp_replicate" in names else 1
+    return replicas == meshes.layout.dp_replicate
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return part.numel() * part.element_size()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -80,7 +80,7 @@ def _tell_changes(before: dict[str, Any], settings: dict[str, Any]) -> None:
     if before.get("global_batch", settings["global_batch"]) != settings["global_batch"]:
         logger.warning(
             "the global batch is %d samples and was %d: the steps ahead differ from those of the unbroken "
-            "run; to keep it, make per_device_train_batch_size x gradient_accumulation_steps x ranks the "
-            "same",
+            "run; to keep it, make per_device_train_batch_size x gradient_accumulation_steps x "
+            "data-parallel ranks the same",
             settings["global_batch"], before["global_batch"],
         )  # fmt: skip

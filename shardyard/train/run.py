@@ -87,7 +87,7 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     logger.info("> Building Optimizer...")
     optimizer = build_optimizer(built.model, config.training)
     dtype = export_dtype(built.model, _source_of(config, built))
-    _log_lines(startup_table(built, layout, optimizer, dtype))
+    _log_lines(startup_table(built, meshes, group, optimizer, dtype))
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
     trainer = _assemble(loaded, data, built, optimizer, meshes, device, group, resume_from, tokenizer)

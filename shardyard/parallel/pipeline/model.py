@@ -50,6 +50,10 @@ class PipelineModel(nn.Module):
         return stage_of(self.stages[0]).whole
 
     @property
+    def holds_first(self) -> bool:
+        return any(stage_of(module).is_first for module in self.stages)
+
+    @property
     def holds_last(self) -> bool:
         return any(stage_of(module).is_last for module in self.stages)
 
