@@ -92,7 +92,9 @@ def test_pipeline_changes_nothing(ranks, folders, reference, world, family, accu
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss"])
 def test_families_change_nothing_in_a_pipeline(ranks, tmp_path, family, counts):
     """Three layers; where the first is dense, a stage of it alone has no experts."""
-    types = {"gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}
+    types: dict[str, dict[str, Any]] = {
+        "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    }
     folder = write_tiny_model(tmp_path / family, family, num_hidden_layers=3, **types.get(family, {}))
     one = ranks.run(1, train_rows, folder, make_rows(), Recipe(training=TRAINING))[0]
     parallel = {"pp_size": 2, "pp_layers_per_stage": counts, "ep_size": 2}
