@@ -139,7 +139,8 @@ WAYS = ["shardyard static", "shardyard rdzv", "torchrun static", "torchrun rdzv"
 SOAK = pytest.mark.soak  # each case starts four ranks and two launchers
 
 
-@pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=SOAK) for way in WAYS[1:])])
+@SOAK
+@pytest.mark.parametrize("way", WAYS)
 def test_two_namespaces_train_like_one_machine(place: Place, namespaces: list[Machine], way: str) -> None:
     run = TwoMachines(place, way.replace(" ", "-"), way, namespaces)
     assert [node.wait() for node in run.nodes] == [0, 0], run.logs()
