@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
@@ -227,19 +228,27 @@ def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
 
 
 def _freeze(model: Any, patterns: Sequence[str]) -> None:
-    """Stop the training of parameters whose name, or whose module's name, a pattern matches."""
-    unused = set(patterns)
-    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one under both names
-        for pattern in patterns:
-            if _names_one(pattern, [name]):
-                parameter.requires_grad_(False)
-                unused.discard(pattern)
-    staged = isinstance(model, PipelineModel)
-    if staged:  # what a pattern names may be another rank's
-        unused = {pattern for pattern in unused if not _names_one(pattern, model.whole.names)}
-    if unused:
+    """Stop the training of parameters whose name, or whose module's name, a pattern matches.
+
+    A tied parameter goes by all its names, and one of another pipeline stage counts as well.
+    """
+    if not patterns:
+        return
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(parameter, []).append(name)
+    everywhere = list(aliases.values())
+    if isinstance(model, PipelineModel):
+        everywhere = [model.whole.names_of(name) for name in model.whole.parameters]
+    chosen = {name for names in everywhere if any(_names_one(p, names) for p in patterns) for name in names}
+    for parameter, names in aliases.items():
+        if chosen.intersection(names):
+            parameter.requires_grad_(False)
+    if unused := [
+        p for p in dict.fromkeys(patterns) if not any(_names_one(p, names) for names in everywhere)
+    ]:
         raise UserError(f"model.freeze: {', '.join(sorted(unused))} matches no parameter of this model")
-    if patterns and not staged and not any(p.requires_grad for p in model.parameters()):
+    if all(chosen.intersection(names) for names in everywhere):
         raise UserError("model.freeze: the patterns freeze every parameter; nothing is left to train")
 
 

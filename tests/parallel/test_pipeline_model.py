@@ -127,6 +127,26 @@ def test_a_pattern_that_no_stage_knows_is_refused_on_every_rank(ranks, tied):
     )
 
 
+def frozen_names(folder: Path, recipe: Recipe) -> set[str]:
+    built, _, _ = build_step(folder, recipe)
+    return {name for name, parameter in built.model.named_parameters() if not parameter.requires_grad}
+
+
+def test_a_tied_weight_is_frozen_under_the_name_of_either_end(ranks, tied):
+    """The first stage has no output layer, and its embedding is that layer's weight."""
+    recipe = Recipe(model={"freeze": ["lm_head"]}, parallel={"pp_size": 2})
+    assert ranks.run(2, frozen_names, tied, recipe) == [{"model.embed_tokens.weight"}] * 2
+
+
+def test_freezing_all_stages_is_refused_and_one_stage_is_not(ranks, tied):
+    for patterns, wanted in (
+        (["model.layers.{0-3}", "*embed_tokens", "model.norm"], "nothing is left to train"),
+        (["model.layers.{0-3}", "*embed_tokens"], "built"),
+    ):
+        recipe = Recipe(model={"freeze": patterns}, parallel={"pp_size": 2})
+        assert all(wanted in said for said in ranks.run(2, refusal, tied, recipe))
+
+
 def test_a_tensor_missing_in_the_files_is_found_by_the_stage_that_needs_it(ranks, tied, tmp_path):
     import shutil
 

@@ -25,12 +25,23 @@ _PROBE_TOKENS = 3
 class WholeModel:
     """What a stage alone does not know of the model."""
 
-    names: tuple[str, ...]
-    """Parameters (tied ones once), then persistent buffers, in the order of the model."""
+    parameters: tuple[str, ...]
+    """In the order of the model, tied ones once."""
+    buffers: tuple[str, ...]
+    """Persistent ones, in the order of the model."""
     modules: tuple[str, ...]
     tied: dict[str, str]
     """Parameter -> the parameter that it is tied to."""
     num_parameters: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters, then buffers."""
+        return self.parameters + self.buffers
+
+    def names_of(self, parameter: str) -> list[str]:
+        """The name of a parameter and of those tied to it, be they on this rank or not."""
+        return [parameter, *(name for name, origin in self.tied.items() if origin == parameter)]
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,8 @@ def describe_whole(model: Any) -> WholeModel:
         not in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
     ]
     return WholeModel(
-        names=(*(name for name, _ in model.named_parameters()), *buffers),
+        parameters=tuple(name for name, _ in model.named_parameters()),
+        buffers=tuple(buffers),
         modules=tuple(name for name, _ in model.named_modules()),
         tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
