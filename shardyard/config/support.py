@@ -35,6 +35,9 @@ def _validates(config: Config, _: ModelShape | None) -> bool:
     return bool(data.eval_dataset or data.val_size or data.split != FIELDS["data.split"].default)
 
 
+BUILT_IN_ATTENTION = "shardyard_documents"
+"""The attention that a null model.attn_implementation stands for (shardyard/ops/attention.py)."""
+
 FEATURES: dict[str, Feature] = {
     "tp": Feature("tensor parallelism", "parallel.tp_size", lambda c, _: c.parallel.tp_size > 1),
     "pp": Feature("pipeline parallelism", "parallel.pp_size", lambda c, _: c.parallel.pp_size > 1),
@@ -103,6 +106,11 @@ FEATURES: dict[str, Feature] = {
         "training.load_best_model_at_end",
         lambda c, _: c.training.load_best_model_at_end,
     ),
+    "attn_implementation": Feature(
+        "an attn_implementation of transformers",
+        "model.attn_implementation",
+        lambda c, _: c.model.attn_implementation not in (None, BUILT_IN_ATTENTION),
+    ),
     "one_document": Feature(
         "one document per forward (families not measured to keep packed ones apart)",
         "model.model_name_or_path",
@@ -146,6 +154,10 @@ _ALONE = Verdict(
     "refused",
     "the parts of a sequence meet in the attention that keeps documents apart; this family does not use it",
 )
+_FOREIGN = Verdict(
+    "refused",
+    "only the built-in attention knows which part of a sequence a rank has; leave attn_implementation out",
+)
 _DROPOUT = Verdict("refused", "blocks of one softmax would drop different weights; use cp_type ulysses")
 _NO_EXPERTS = Verdict("refused", "the model has no experts")
 
@@ -159,6 +171,7 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("one_document", "cp-ulysses"): _ALONE,
     ("one_document", "cp-ring"): _ALONE,
     ("one_document", "cp-kvallgather"): _ALONE,
+    **{("attn_implementation", axis): _FOREIGN for axis in ("tp", "cp-ulysses", "cp-ring", "cp-kvallgather")},
     ("sliding_window", "cp-ring"): Verdict(
         "refused", "blocks of a ring would need a window's masks; use cp_type ulysses or kvallgather"
     ),

@@ -27,7 +27,8 @@ from shardyard.parallel.experts.placement import expert_placement
 from shardyard.parallel.experts.select import expert_modules, fused_experts
 from shardyard.parallel.meshes import Meshes
 from shardyard.parallel.ownership import local
-from shardyard.parallel.patterns import select_modules
+from shardyard.parallel.patterns import matches, select_modules
+from shardyard.parallel.pipeline.stages import Stage
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -94,6 +95,7 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
 
 def _ignored_blocks(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) -> Blocks:
     chosen = select_modules(model, parallel.ignored_modules, key="parallel.ignored_modules")
+    chosen += _tied_to_ignored(model, parallel.ignored_modules or ())
     blocks = outermost(wrappable(chosen))
     split = dict(fused_experts(model)) if meshes.layout.ep > 1 else {}
     for block_name, block in blocks:
@@ -105,6 +107,19 @@ def _ignored_blocks(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) 
                     "them, or set parallel.ep_size: 1"
                 )
     return blocks
+
+
+def _tied_to_ignored(model: nn.Module, patterns: Collection[str]) -> Blocks:
+    """Modules of a pipeline stage that share a parameter with an ignored module, which another stage may
+    have: both ends of the pipeline add up gradients of the same shape.
+    """
+    stage: Stage | None = getattr(model, "_pp_stage", None)
+    homes = []
+    for target, origin in stage.whole.tied.items() if stage is not None else ():
+        holders = [target.rsplit(".", cut)[0] for cut in range(1, target.count(".") + 1)]
+        if any(matches(pattern, holder) for pattern in patterns for holder in holders):
+            homes.append(origin.rpartition(".")[0])
+    return [(home, model.get_submodule(home)) for home in homes]
 
 
 def _expert_blocks(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) -> Blocks:

@@ -51,6 +51,7 @@ ASK: dict[str, dict[str, Any]] = {
         "training.keep_best_checkpoint": "true",
         "data.eval_dataset": "other",
     },
+    "attn_implementation": {"model.attn_implementation": "sdpa"},
     "one_document": {"model_type": "mamba"},
     "sliding_window": {"sliding_window": 8},
     "attention_dropout": {"attention_dropout": 0.1},
@@ -138,6 +139,13 @@ def test_each_pair_is_judged_as_the_table_says(tmp_path: Path) -> None:
             assert found is not None and expected.reason in found, (one, other, found)
         judged += 1
     assert judged > 390
+
+
+def test_the_built_in_attention_may_be_named(tmp_path: Path) -> None:
+    from shardyard.ops import DOCUMENTS_ATTENTION
+
+    words = (f"model.attn_implementation={DOCUMENTS_ATTENTION}", "parallel.tp_size=2", "parallel.cp_size=2")
+    assert load(tmp_path, "", "data.dataset=some", *words).config.parallel.cp_size == 2
 
 
 def test_a_pair_with_replicas_is_refused_once_there_are_some(
