@@ -17,3 +17,6 @@ SPLIT = frozenset(
     }
 )  # fmt: skip
 """Under tensor parallelism every parameter's gradient equals that of one process."""
+
+UNSTAGED = frozenset({"gpt2", "gpt_neox"})
+"""Of the packed ones, those that a pipeline cannot cut: their bodies are no embedding, layers and norm."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shardyard.config.families import SPLIT
+from shardyard.config.families import SPLIT, UNSTAGED
 from shardyard.config.layout_wish import Wish
 from shardyard.config.model_shape import ModelShape
 from shardyard.config.shares import experts_found, experts_too_few, rows_found, rows_too_few
@@ -245,6 +245,18 @@ RULES: tuple[LayoutRule, ...] = (
         lambda wish: (
             f"{wish.stages_per_rank} with parallel.pp_schedule {wish.schedule}, which needs "
             f"{'at least 2' if wish.schedule == 'interleaved_1f1b' else '1'}"
+        ),
+    ),
+    LayoutRule(
+        "parallel.pp_size",
+        "pp_size above 1 needs a model that is an embedding, layers and a norm; these are not: "
+        + ", ".join(sorted(UNSTAGED))
+        + ".",
+        ("pp",),
+        _staged(lambda wish: wish.shape is None or wish.shape.model_type not in UNSTAGED),
+        lambda wish: (
+            f"{wish.pp}, but {wish.shape.model_type if wish.shape else '?'} models cannot be cut into "
+            "pipeline stages"
         ),
     ),
     LayoutRule(

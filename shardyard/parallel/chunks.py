@@ -81,6 +81,8 @@ def apply_chunks(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) -> 
             "parallel.cp_size a rank holds a part of each sequence; leave it out, recompute bounds memory too"
         )
     positions, keywords = parallel.chunk_mbs_arg_indexs, parallel.chunk_mbs_kwarg_names
+    if 0 in positions:  # the same argument, which a layer gets by position and its attention by name
+        keywords = (*keywords, "hidden_states")
     for name, module in select_blocks(model, parallel, "chunk_mbs_modules"):
         _refuse_unsuited(name, module, model, parallel, meshes)
         pieces = Pieces(name, parallel.chunk_mbs, positions, keywords)

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 6, "n_shared_experts": 1, "num_hidden_layers": 4, "n_routed_experts": 6,
         "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
     },
+    "gpt2": {"model_type": "gpt2", "vocab_size": 160, "n_embd": 32, "n_layer": 4, "n_head": 4},
     "mamba": {
         "model_type": "mamba", "vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 4,
     },
@@ -69,6 +70,7 @@ INVALID: list[tuple[str, int | None, str, str]] = [
     ("Qwen3-0.6B", 1536, "tp_size=8", "parallel.fsdp_size"),
     # pipelines
     ("tiny", 4, "pp_size=4", "parallel.pp_size"),
+    ("gpt2", 4, "pp_size=2 training.gradient_accumulation_steps=4", "parallel.pp_size"),
     ("DeepSeek-V3", 512, "pp_size=16", "training.gradient_accumulation_steps"),
     ("Qwen3-8B", 8, "pp_size=4 pp_layers_per_stage=[9,9,9,8]", "parallel.pp_layers_per_stage"),
     ("Qwen3-8B", 8, "pp_size=4 pp_layers_per_stage=[12,12,12]", "parallel.pp_layers_per_stage"),

@@ -17,9 +17,7 @@ TRAINING = {"adam_epsilon": 1e-4}
 CASES = {
     "layers, two rows": (1, {"chunk_mbs": 2}),
     "layers, one row, recomputed": (2, {"recompute": True}),
-    "attention only, three rows": (2, {"chunk_mbs": 3, "chunk_mbs_modules": ["model.layers.{*}.self_attn"],
-                                      "chunk_mbs_kwarg_names": ["hidden_states", "position_embeddings",
-                                                                "position_ids", "attention_mask"]}),
+    "attention only, three rows": (2, {"chunk_mbs": 3, "chunk_mbs_modules": ["model.layers.{*}.self_attn"]}),
     "more rows than there are": (1, {"chunk_mbs": 99}),
 }  # fmt: skip
 MOE_CASES = {"qwen3_moe": {"chunk_mbs": 3}, "deepseek_v3": {"chunk_mbs": 2, "recompute": True}}
