@@ -10,6 +10,9 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 _SAME_ON_EVERY_RANK = frozenset(f"shardyard.{room}" for room in ("parallel", "models", "train"))
 
+# Warns on each rank that gathering a tensor-parallel shard takes two steps; an export copies, it sums nothing.
+_TORCH_TWO_GATHERS = "torch.distributed.tensor._redistribute"
+
 logger = logging.getLogger("shardyard.monitor")
 
 
@@ -35,6 +38,7 @@ def setup_logging(rank: int) -> None:
     package.addHandler(handler)
     package.setLevel(handler.level)
     package.propagate = False
+    logging.getLogger(_TORCH_TWO_GATHERS).setLevel(logging.ERROR)
 
 
 def _differs_by_rank(record: logging.LogRecord) -> bool:

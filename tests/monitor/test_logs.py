@@ -15,6 +15,7 @@ logger = logging.getLogger("shardyard.train")
 logger.info("hello")
 logger.warning("careful")
 logging.getLogger("shardyard.data").warning("only here")
+logging.getLogger("torch.distributed.tensor._redistribute").warning("2 sequential all_gather operations")
 """
 
 
