@@ -10,7 +10,7 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 _SAME_ON_EVERY_RANK = frozenset(f"shardyard.{room}" for room in ("parallel", "models", "train"))
 
-# Warns on each rank that gathering a tensor-parallel shard takes two steps; an export copies, it sums nothing.
+# Warns on each rank that gathering a tensor-parallel shard takes two steps; an export sums nothing.
 _TORCH_TWO_GATHERS = "torch.distributed.tensor._redistribute"
 
 logger = logging.getLogger("shardyard.monitor")
