@@ -209,6 +209,7 @@ def _rank_main(job: _Job, pipe: Any) -> None:
     import faulthandler
 
     faulthandler.register(signal.SIGUSR1)
+    _die_with_parent()
     try:
         answer = _Answer(value=pickle.dumps(_call(job)))
     except BaseException as error:
@@ -218,6 +219,14 @@ def _rank_main(job: _Job, pipe: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # no exit handlers: a failed rank may hold a process group that would wait for its peers
+
+
+def _die_with_parent() -> None:
+    """End with the helper process, which ends with pytest: a killed run leaves no rank behind that spins."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _call(job: _Job) -> Any:
