@@ -208,6 +208,32 @@ def test_what_ranks_cannot_share_is_refused_with_both_numbers(
     assert all(piece in str(raised.value) for piece in ["parallel.efsdp_shard_placement_fn", *told])
 
 
+def place_gpt_oss_experts(shards: int, cut_before: bool) -> int | str:
+    """On one rank: where ``shards`` ranks split 4 experts as the file has them; or why they cannot."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    module = GptOssExperts(tiny_config("gpt_oss"))
+    if cut_before:  # as expert parallelism does it
+        split = distribute_tensor(module.gate_up_proj.data, init_device_mesh("cpu", (1,)), [Shard(0)])
+        module.gate_up_proj = torch.nn.Parameter(split)
+    try:
+        place = expert_placement([module], shards, "auto")(module.gate_up_proj)
+    except UserError as error:
+        return str(error)
+    assert place is not None
+    return place.dim
+
+
+def test_ranks_may_hold_no_expert_only_of_what_is_stored_as_held_and_cut_once(ranks: RankPool) -> None:
+    assert ranks.run(1, place_gpt_oss_experts, 5, False) == [0]
+    assert ranks.run(1, place_gpt_oss_experts, 8, True) == [1]
+    (told,) = ranks.run(1, place_gpt_oss_experts, 5, True)
+    assert "4 experts" in told and "5 ranks" in told and "parallel.ep_size" in told
+
+
 def test_wishes_are_met_and_joined_tensors_spared() -> None:
     module = qwen3_experts(4)
     other = module.gate_up_proj.new_zeros(3).requires_grad_()
