@@ -114,11 +114,11 @@ def _tied_to_ignored(model: nn.Module, patterns: Collection[str]) -> Blocks:
     have: both ends of the pipeline add up gradients of the same shape.
     """
     stage: Stage | None = getattr(model, "_pp_stage", None)
-    homes = []
-    for target, origin in stage.whole.tied.items() if stage is not None else ():
-        holders = [target.rsplit(".", cut)[0] for cut in range(1, target.count(".") + 1)]
+    homes: list[str] = []
+    for pair in stage.whole.tied.items() if stage is not None else ():
+        holders = [name.rsplit(".", cut)[0] for name in pair for cut in range(1, name.count(".") + 1)]
         if any(matches(pattern, holder) for pattern in patterns for holder in holders):
-            homes.append(origin.rpartition(".")[0])
+            homes += [name.rpartition(".")[0] for name in pair]
     return [(home, model.get_submodule(home)) for home in homes]
 
 

@@ -37,9 +37,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         2, "dense", {"enable_chunk_batch": True, "chunk_mbs": 3, "recompute": True, "pp_size": 2},
     ),
     "ignored tied pair, TP 2": (2, "dense", {"ignored_modules": ["lm_head"], "tp_size": 2}),
-    "ignored tied pair by its other name, PP 2 x FSDP 2": (
+    "ignored output layer of a tied pair, PP 2 x FSDP 2": (
         4, "dense", {"ignored_modules": ["lm_head"], "pp_size": 2},
     ),
+    "ignored embedding of a tied pair, PP 2 x FSDP 2": (
+        4, "dense", {"ignored_modules": ["model.embed_tokens"], "pp_size": 2},
+    ),
+    "ignored body of a tied pair, PP 2 x FSDP 2": (4, "dense", {"ignored_modules": ["model"], "pp_size": 2}),
     "ignored, EP 2": (2, "moe", IGNORED_BESIDE_EXPERTS | {"ep_size": 2}),
     "ignored, TP 2 with EP 2": (2, "moe", IGNORED_BESIDE_EXPERTS | {"tp_size": 2, "ep_size": 2}),
     "ignored experts, FSDP 2": (2, "moe", {"ignored_modules": ["model.layers.{*}.mlp.experts"]}),
