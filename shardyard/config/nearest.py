@@ -65,8 +65,8 @@ def nearest(wish: Wish) -> list[Suggestion]:
     """
     choices = {name: _choices(wish, name) for name in KEYS}
     fits = _fewest_changes(wish, choices)
-    if not fits and wish.fsdp is None and wish.shared is not None:
-        fits = _fewest_changes(wish, choices | {"fsdp": _sizes(wish.shared, wish.shared)})
+    if not fits and wish.fsdp is None and wish.world is not None:
+        fits = _fewest_changes(wish, choices | {"fsdp": _sizes(wish.world, wish.shared or wish.world)})
     return fits
 
 

@@ -67,6 +67,7 @@ INVALID: list[tuple[str, int | None, str, str]] = [
     ("Qwen3-30B-A3B", 192, "", "parallel.ep_fsdp_size"),
     ("Qwen3-30B-A3B", 1024, "ep_size=16 efsdp_shard_placement_fn=shard_by_dim_0", "parallel.ep_fsdp_size"),
     ("gpt-oss-20b", 256, "ep_size=2", "parallel.ep_fsdp_size"),
+    ("Qwen3-30B-A3B", 131, "tp_size=2", "parallel.tp_size"),
     ("Qwen3-0.6B", 1536, "tp_size=8", "parallel.fsdp_size"),
     # pipelines
     ("tiny", 4, "pp_size=4", "parallel.pp_size"),
