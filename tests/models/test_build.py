@@ -116,3 +116,16 @@ def test_a_tie_that_the_weights_contradict_is_refused(ranks, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     assert "tie_word_embeddings" in refused(ranks, folder, Recipe())
+
+
+def test_experts_of_an_odd_width_run_one_by_one(ranks, tmp_path):
+    """torch's grouped kernel wants rows of whole 16-byte pieces and raises otherwise."""
+    from support.models import write_tiny_model
+    from support.training import Recipe, make_rows, train_rows
+
+    folder = write_tiny_model(tmp_path / "odd", "qwen3_moe", moe_intermediate_size=18)
+    alone, split = (
+        ranks.run(world, train_rows, folder, make_rows(), Recipe(parallel=parallel, steps=2))[0]
+        for world, parallel in ((1, {}), (2, {"ep_size": 2}))
+    )
+    assert split.losses == pytest.approx(alone.losses, rel=1e-5)
