@@ -143,6 +143,13 @@ def _shown(size: tuple[str, int] | None) -> str:
 
 RULES: tuple[LayoutRule, ...] = (
     LayoutRule(
+        "parallel.pp_size",
+        "pp_size divides the number of ranks.",
+        ("world", "pp"),
+        lambda wish: wish.world is None or wish.world % wish.pp == 0,
+        lambda wish: f"{wish.pp} does not divide the {wish.world} ranks",
+    ),
+    LayoutRule(
         "parallel.tp_size",
         "pp_size x tp_size divides the number of ranks.",
         ("world", "pp", "tp"),

@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
 INVALID: list[tuple[str, int | None, str, str]] = [
     # the number of ranks
     ("Qwen3-8B", 6, "tp_size=4", "parallel.tp_size"),
-    ("Qwen3-8B", 8, "tp_size=2 pp_size=3", "parallel.tp_size"),
+    ("Qwen3-8B", 8, "tp_size=2 pp_size=3", "parallel.pp_size"),
     ("Qwen3-8B", 8, "fsdp_size=3", "parallel.fsdp_size"),
     ("Qwen3-8B", 8, "fsdp_size=16", "parallel.fsdp_size"),
     ("Qwen3-8B", 16, "tp_size=4 fsdp_size=8", "parallel.fsdp_size"),
