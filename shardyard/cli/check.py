@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from shardyard.config import Config, Loaded, check_sizes, layout_of, load_config, read_shape
+from shardyard.config import Config, Loaded, layout_on, load_config, read_shape
 from shardyard.config.explain import explain, find_key
 from shardyard.config.layout_report import layout_lines
 from shardyard.config.resolved import format_table
@@ -113,8 +113,10 @@ def _check_layout(loaded: Loaded, world_size: str | None) -> list[str]:
     _, unknown = read_shape(loaded.config.model)
     lines = [f"the layout is not checked against the model: {unknown}"] if unknown else []
     if world_size is None:
-        check_sizes(loaded.config)
+        layout_on(loaded, None)
         return lines
     if not world_size.isascii() or not world_size.isdigit() or len(world_size) > 9:
         raise UserError(f"--world-size: {world_size!r} is not a number of ranks")
-    return [*lines, *layout_lines(loaded.config, layout_of(loaded.config, int(world_size)))]
+    layout = layout_on(loaded, int(world_size))
+    assert layout is not None
+    return [*lines, *layout_lines(loaded.config, layout)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardyard.cli.launch import Launch, take_launch
 from shardyard.cli.rank import LOST_CONTACT
-from shardyard.config import layout_of, load_config
+from shardyard.config import layout_on, load_config
 from shardyard.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,9 +68,11 @@ def train(argv: Sequence[str]) -> int:
     launch = take_launch(words)
     loaded = load_config(words)
     if launch.nproc_per_node is not None:  # before torch is imported: the answer comes at once
-        layout_of(loaded.config, launch.nproc_per_node * launch.nnodes)
+        layout_on(loaded, launch.nproc_per_node * launch.nnodes)
     ranks = local_rank_count(launch.nproc_per_node)
-    layout_of(loaded.config, ranks * launch.nnodes)
+    layout_on(loaded, ranks * launch.nnodes)
+    if launch.nnodes > 1 and launch.node_rank:  # else the log says it soon enough
+        print(f"{ranks} rank(s) of node {launch.node_rank} start; the log of the run is node 0's", flush=True)
     return start_ranks([*RANK_COMMAND, *words], ranks, launch)
 
 

@@ -1,6 +1,6 @@
 """YAML and command line -> one frozen :class:`Config`, without importing torch."""
 
-from shardyard.config.layout import Layout, check_sizes, fewest_ranks, layout_of, resolve_layout
+from shardyard.config.layout import Layout, check_sizes, fewest_ranks, layout_of, layout_on, resolve_layout
 from shardyard.config.loader import ConfigError, Loaded, Origin, load_config
 from shardyard.config.model_shape import ModelShape, read_shape
 from shardyard.config.schema import Config
@@ -28,6 +28,7 @@ __all__ = [
     "check_sizes",
     "fewest_ranks",
     "layout_of",
+    "layout_on",
     "load_config",
     "read_shape",
     "resolve_layout",

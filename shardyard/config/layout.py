@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardyard.config.layout_rules import broken
 from shardyard.config.layout_wish import Wish
@@ -12,6 +13,9 @@ from shardyard.config.schema import Config
 from shardyard.config.sections.parallel import ParallelConfig
 from shardyard.config.support import refuse_pairs_of_replicas
 from shardyard.errors import UserError
+
+if TYPE_CHECKING:
+    from shardyard.config.loader import Loaded
 
 _MOST_RANKS = 2**20
 
@@ -33,6 +37,13 @@ class Layout:
     ep: int
     ep_fsdp: int
 
+    def __str__(self) -> str:
+        """The axes that are more than one, as `pp 2 x fsdp 4 x tp 2, cp 2`."""
+        dense = [("pp", self.pp), ("replicas", self.dp_replicate), ("fsdp", self.fsdp), ("tp", self.tp)]
+        inside = [("cp", self.cp), ("ep", self.ep)]
+        outer = " x ".join(f"{name} {size}" for name, size in dense if size > 1) or "one rank"
+        return ", ".join([outer, *(f"{name} {size}" for name, size in inside if size > 1)])
+
     @property
     def data_parallel(self) -> int:
         """Ranks that read different samples: replicas and shards, less those that share a sequence."""
@@ -52,6 +63,24 @@ def layout_of(config: Config, world_size: int) -> Layout:
     if layout.dp_replicate > 1:
         refuse_pairs_of_replicas(config, shape)
     return layout
+
+
+def layout_on(loaded: Loaded, world_size: int | None) -> Layout | None:
+    """As :func:`layout_of`, and a refusal tells the line of the setting that it names. ``world_size`` None:
+    only the rules that hold on any number of ranks are looked at.
+
+    Raises:
+        UserError: as :func:`layout_of`.
+    """
+    try:
+        if world_size is None:
+            return check_sizes(loaded.config)
+        return layout_of(loaded.config, world_size)
+    except UserError as error:
+        origin = loaded.origins.get(str(error).partition(":")[0])
+        if origin is None or origin.kind != "file":
+            raise
+        raise UserError(f"{origin.place}  {error}") from error
 
 
 def resolve_layout(

@@ -31,6 +31,7 @@ from shardyard.parallel import Meshes, RoutingOptions, build_meshes, build_routi
 from shardyard.train.evaluation import Evaluator
 from shardyard.train.resume import restore, training_settings
 from shardyard.train.run_folder import claim_output_dir, look_at_output_dir
+from shardyard.train.same_settings import refuse_different_settings
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
 
@@ -60,6 +61,7 @@ def run(loaded: Loaded, *, observe: Observer | None = None) -> int:
 def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observer | None) -> None:
     started = time.perf_counter()
     config = loaded.config
+    refuse_different_settings(config, group)
     layout = layout_of(config, group.world_size)
     device.set_deterministic(bool(config.training.deterministic))
     device.seed(config.training.seed)
@@ -120,6 +122,7 @@ def _assemble(
     settings = {
         "global_batch": sampler.global_batch,
         "ranks": group.world_size,
+        "layout": str(meshes.layout),
         "data.cross_document_attention": data.merge_packs,
         **training_settings(training),
     }

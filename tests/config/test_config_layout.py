@@ -309,3 +309,18 @@ def test_every_small_layout_of_a_tiny_model_is_judged_right() -> None:
             else:
                 assert fits, (values, world)
     assert accepted > 20
+
+
+def test_a_refusal_names_the_line_that_set_the_size(tmp_path):
+    from shardyard.config import layout_on, load_config
+
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {model_name_or_path: m}\ndata: {dataset: d, template: null}\n"
+        "parallel:\n  tp_size: 3\ntraining: {output_dir: o}\n"
+    )
+    with pytest.raises(UserError) as caught:
+        layout_on(load_config([str(file)]), 8)
+    assert str(caught.value).startswith(f"{file}:4:12  parallel.tp_size: 3 does not divide the 8 ranks")
+    with pytest.raises(UserError, match=r"^parallel\.tp_size: 5 does not divide"):
+        layout_on(load_config([str(file), "--parallel.tp_size", "5"]), 8)
