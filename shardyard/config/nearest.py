@@ -35,6 +35,8 @@ _DERIVED = {
 }
 """Fields that can go back to the value that fits by itself."""
 _SHOWN = 3
+_SMALL_WORLD = 128
+"""Up to so many ranks every divisor of their number is tried."""
 _NEAR = 8
 _USUAL = (1, 2, 4, 8, 16, 32, 64)
 """Tried besides the nearest divisors of the number of ranks; with 1 among them there is always a fit."""
@@ -104,6 +106,8 @@ def _sizes(world: int | None, value: int) -> list[int]:
         return list(range(1, min(2 * value, _UNKNOWN_WORLD) + 1))
     small = [size for size in range(1, math.isqrt(world) + 1) if world % size == 0]
     divisors = {*small, *(world // size for size in small)}
+    if world <= _SMALL_WORLD:
+        return sorted(divisors)
     near = sorted(divisors, key=lambda size: (abs(math.log(size / value)), size))[:_NEAR]
     return sorted({*near, *divisors.intersection(_USUAL)})
 
