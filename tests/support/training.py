@@ -108,10 +108,10 @@ def train_rows(folder: Path, rows: Any, recipe: Recipe) -> Outcome | None:
     counts = step._agree(batches)
     step.device.seed(0)
     step._forward_backward(batches, counts)
-    grads = whole({n: p.grad for n, p in built.model.named_parameters() if p.grad is not None})
+    grads = whole_model({n: p.grad for n, p in built.model.named_parameters() if p.grad is not None})
     step.optimizer.zero_grad(set_to_none=True)
     results = [step(batches, step=k, lr=1e-2) for k in range(1, recipe.steps + 1)]
-    weights = whole(dict(built.model.named_parameters()))
+    weights = whole_model(dict(built.model.named_parameters()))
     if dist.get_rank() != 0:
         return None
     return Outcome([r.loss for r in results], [r.grad_norm for r in results], grads, weights)
@@ -125,6 +125,15 @@ def whole(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().float().numpy()
         for name, t in tensors.items()
     }
+
+
+def whole_model(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The same of every rank's tensors: the stages of a pipeline have different names."""
+    import torch.distributed as dist
+
+    parts: list[dict[str, np.ndarray]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, whole(tensors))
+    return {name: tensor for part in reversed(parts) for name, tensor in part.items()}
 
 
 def largest_relative_difference(ours: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> float:

@@ -13,7 +13,7 @@ from support.training import (
     make_rows,
     micro_batches_of,
     train_rows,
-    whole,
+    whole_model,
 )
 
 TRAINING = {"adam_epsilon": 1e-4, "max_grad_norm": 0.5}
@@ -56,7 +56,7 @@ def part_of_a_run(folder, parallel, out, first, last):
     return (
         [r.loss for r in results],
         [r.grad_norm for r in results],
-        whole(dict(built.model.named_parameters())),
+        whole_model(dict(built.model.named_parameters())),
     )
 
 
