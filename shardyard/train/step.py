@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from shardyard.checkpoint.state import persistent_tensors
 from shardyard.data.types import IGNORE_INDEX, MicroBatch
 from shardyard.device import Device, ProcessGroup
 from shardyard.optim import clip_gradients, owned_square_sum, set_lr
-from shardyard.parallel import GradientSums, Meshes, RoutingStats, answers_for
+from shardyard.parallel import GradientSums, Meshes, RoutingStats, answers_for, check_replicas
 from shardyard.parallel.pipeline import PipelineModel, tied_partners
 
 
@@ -113,6 +114,14 @@ class TrainStep:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return replace(result, routing=self._finish_routing(applied=True))
+
+    def compare_replicas(self) -> int:
+        """How many tensors other ranks hold as well, all equal there; every rank calls it.
+
+        Raises:
+            DivergedError: on every rank, naming those that differ.
+        """
+        return check_replicas(persistent_tensors(self.model).items(), self.meshes, self.tied)
 
     def _finish_routing(self, *, applied: bool) -> RoutingStats | None:
         return None if self.routing is None else self.routing.finish_step(applied=applied)

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shardyard.checkpoint import CheckpointStore
-from shardyard.checkpoint.state import persistent_tensors
 from shardyard.config import TrainingConfig
 from shardyard.data.sampler import Sampler
 from shardyard.data.types import StepBatch
 from shardyard.device import ProcessGroup
 from shardyard.monitor import Monitor, StepRecord
 from shardyard.optim import Schedule
-from shardyard.parallel import check_replicas
 from shardyard.train.evaluation import Evaluator
 from shardyard.train.state import RunState
 from shardyard.train.step import StepResult, TrainStep
@@ -190,9 +188,7 @@ class Trainer:
 
     def _check_replicas(self) -> None:
         """Ranks that hold the same parameters would differ after the first update, if ever they do."""
-        model = self.step.model
-        named = persistent_tensors(model).items()
-        compared = check_replicas(named, self.step.meshes, self.step.tied)
+        compared = self.step.compare_replicas()
         if compared:
             logger.info("after the first update %d tensors are equal on the ranks that share them", compared)
 

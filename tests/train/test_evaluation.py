@@ -134,7 +134,7 @@ def stub_evaluator(losses_by_row: dict[int, float], sets: dict[str, Any], per_de
     from shardyard.train.evaluation import Evaluator
 
     class Stub(torch.nn.Module):
-        def forward(self, input_ids, labels, position_ids, doc_lens):
+        def forward(self, input_ids, labels, position_ids, doc_lens, is_filler):
             firsts = input_ids[0, position_ids[0] == 0].tolist()
             return torch.tensor(sum(losses_by_row[first] for first in firsts), dtype=torch.float32)
 
