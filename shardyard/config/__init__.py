@@ -1,6 +1,6 @@
 """YAML and command line -> one frozen :class:`Config`, without importing torch."""
 
-from shardyard.config.layout import Layout, check_sizes, fewest_ranks, layout_of, layout_on, resolve_layout
+from shardyard.config.layout import Layout, fewest_ranks, layout_of, layout_on, resolve_layout
 from shardyard.config.loader import ConfigError, Loaded, Origin, load_config
 from shardyard.config.model_shape import ModelShape, read_shape
 from shardyard.config.schema import Config
@@ -25,7 +25,6 @@ __all__ = [
     "Origin",
     "ParallelConfig",
     "TrainingConfig",
-    "check_sizes",
     "fewest_ranks",
     "layout_of",
     "layout_on",

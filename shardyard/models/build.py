@@ -25,7 +25,7 @@ from shardyard.models.reading import refuse_scrambled
 from shardyard.models.scratch import initialise_from_seed
 from shardyard.models.source import has_weights
 from shardyard.ops import DOCUMENTS_ATTENTION
-from shardyard.parallel import Precision, matches
+from shardyard.parallel import Precision, local, matches
 from shardyard.parallel.fsdp import free_what_was_read_around
 from shardyard.parallel.pipeline import (
     PipelineModel,
@@ -236,8 +236,7 @@ def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
                 "tensors. Set model.config_overrides: {tie_word_embeddings: false} to train them apart."
             )
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if not torch.isfinite(local).all():
+        if not torch.isfinite(local(parameter)).all():
             raise UserError(f"model.model_name_or_path: {name} in {source} holds NaN or Inf")
 
 

@@ -25,14 +25,11 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from shardyard.config import ParallelConfig
 from shardyard.device import Device
 from shardyard.errors import UserError
-from shardyard.ops.vocabulary import cross_entropy_sum, gather_vocabulary
+from shardyard.ops.vocabulary import IGNORED, cross_entropy_sum, gather_vocabulary
 from shardyard.parallel import Meshes, apply_parallelism
 from shardyard.parallel.experts.routing import Routing
 from shardyard.parallel.pipeline import Stage, prune, tied_weight_shared
 from shardyard.parallel.sequence import SequenceLayout, SequenceShare
-
-IGNORE_INDEX = -100
-"""The label of a position that is not trained."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,8 @@ class TrainableCausalLM:
         self, share: SequenceShare, labels: torch.Tensor | None, arguments: dict[str, Any]
     ) -> torch.Tensor:
         """The family's own forward, and the loss or all logits; as `forward` says."""
-        targets = None if labels is None else share.cut(labels, IGNORE_INDEX)[0]
-        keep = 0 if targets is None else torch.nonzero(targets != IGNORE_INDEX).squeeze(-1)
+        targets = None if labels is None else share.cut(labels, IGNORED)[0]
+        keep = 0 if targets is None else torch.nonzero(targets != IGNORED).squeeze(-1)
         keeps = _keeps_logits(type(self))
         if keeps:
             arguments["logits_to_keep"] = keep

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardyard.device import ProcessGroup
 from shardyard.models.build import BuiltModel
-from shardyard.parallel import Meshes
+from shardyard.parallel import Meshes, local
 from shardyard.parallel.pipeline import PipelineModel
 
 
@@ -84,7 +84,7 @@ def _is_sharded(parameter: torch.Tensor, meshes: Meshes) -> bool:
 
 
 def _bytes(parameter: torch.Tensor) -> int:
-    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    part = local(parameter)
     return part.numel() * part.element_size()
 
 

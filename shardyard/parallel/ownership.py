@@ -47,4 +47,5 @@ def answers_for(tensor: torch.Tensor, meshes: Meshes) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``tensor``; a gradient of the part becomes that of the whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

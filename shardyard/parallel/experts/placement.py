@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardyard.config.shares import leaves_a_rank_empty
 from shardyard.errors import UserError
+from shardyard.parallel.ownership import local
 
 logger = logging.getLogger("shardyard.parallel")
 
@@ -44,7 +45,7 @@ def expert_placement(
 
 def _dimension(module: nn.Module, name: str, shards: int, wish: Wish) -> int:
     parameter = module.get_parameter(name)
-    shape = tuple((parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape)
+    shape = tuple(local(parameter).shape)
     stored_apart = not getattr(module, "is_transposed", False)
     # Gate and up are read apart too. Split on the dimension that joins them, each rank would join its part of
     # gate to its part of up, which is no part of the whole.

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardyard.config import ParallelConfig
 from shardyard.errors import UserError
 from shardyard.parallel.experts.exchange import exchange_tokens
 from shardyard.parallel.experts.select import ALL_EXPERTS, expert_modules, takes_routed_tokens
 from shardyard.parallel.meshes import Meshes
+from shardyard.parallel.ownership import local
 
 logger = logging.getLogger("shardyard.parallel")
 
@@ -107,9 +108,9 @@ class _NoRows(torch.autograd.Function):
 def _local_parameters(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """The module with this rank's plain tensors in place of its DTensors."""
     held: dict[str, Any] = dict(module._parameters)
-    local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in held.items() if p is not None}
-    module._parameters.update(local)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    parts = {n: local(p) for n, p in held.items() if p is not None}
+    module._parameters.update(parts)  # pyright: ignore[reportCallIssue, reportArgumentType]
     try:
-        yield list(local.values())
+        yield list(parts.values())
     finally:
         module._parameters.update(held)

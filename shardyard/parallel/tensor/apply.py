@@ -10,10 +10,10 @@ import torch.nn as nn
 
 from shardyard.config import ParallelConfig
 from shardyard.parallel.meshes import Meshes
+from shardyard.parallel.ownership import local
 from shardyard.parallel.tensor.layout import Splitter
 from shardyard.parallel.tensor.plan import Region, plan_tensor_parallel
 from shardyard.parallel.tensor.regions import (
-    local,
     own_rows,
     rank_0_only,
     use_parameters,

@@ -14,16 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from shardyard.parallel.tensor.collectives import gather_sequence, scatter_sequence
 
 View = Callable[[torch.Tensor], torch.Tensor]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, whose gradient becomes that of the split parameter."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
