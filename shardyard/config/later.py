@@ -41,7 +41,6 @@ LATER: dict[str, Later] = {
     "training.indexer_loss_coeff": Later("the sparse-attention indexer's loss"),
     "training.mtp_loss_scaling_factor": Later("multi-token prediction"),
     "training.calculate_per_token_loss": Later("choosing another loss average"),
-    "training.save_async": Later("saving while training goes on"),
     "training.profile": Later(_PROFILE),
     "optimization.pre_tokens": Later("windows of fused attention"),
     "optimization.next_tokens": Later("windows of fused attention"),

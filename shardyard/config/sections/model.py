@@ -12,8 +12,9 @@ class ModelConfig(Section):
 
     model_name_or_path: str = setting(
         ...,
-        "A Hugging Face model folder, or the id of one on the hub.",
-        "Hugging Face 模型目录或 hub 上的模型名。",
+        "A Hugging Face model folder, or the id of one on the hub; also a checkpoint folder `global_step_N` or "
+        "a Megatron-core folder, of which the weights are taken.",
+        "Hugging Face 模型目录或 hub 上的模型名；也可以是检查点目录 `global_step_N` 或 Megatron-core 目录（只取权重）。",
         path=True,
     )
     model_id: str | None = setting(
@@ -38,6 +39,13 @@ class ModelConfig(Section):
         None,
         "A tokenizer of its own: a folder or a hub id. Null takes the model's.",
         "单独指定的分词器目录或模型名。null 表示使用模型自带的分词器。",
+        path=True,
+    )
+    config_name_or_path: str | None = setting(
+        None,
+        "Folder or hub id of the model's config.json, where the weights' folder has none. Null takes the "
+        "model's.",
+        "模型 config.json 所在目录或 hub 名，用于权重目录中没有它的情形。null 表示取模型自带的。",
         path=True,
     )
     cache_dir: str | None = setting(

@@ -95,11 +95,45 @@ class TrainingConfig(Section):
         "Leave the optimizer out of checkpoints; such a checkpoint cannot resume a run.",
         "检查点不含优化器；这样的检查点不能续训。",
     )
-    save_async: bool = setting(False, "Write checkpoints while training goes on.", "异步保存检查点。")
+    save_async: bool = setting(
+        False,
+        "Write checkpoints while training goes on; a step waits only for the copy to the host's memory.",
+        "训练继续的同时写检查点；训练只等待拷贝到主机内存。",
+    )
+    save_on_signal: bool = setting(
+        True,
+        "At SIGTERM or SIGUSR1 finish the step, save and exit with code 75, so that a preempted run loses "
+        "nothing.",
+        "收到 SIGTERM 或 SIGUSR1 时完成当前步、保存并以退出码 75 结束，抢占时不丢进度。",
+    )
+    on_save_error: Literal["stop", "continue"] = setting(
+        "stop",
+        "When a checkpoint cannot be written (disk full): end the run, or train on and try again at the next "
+        "one.",
+        "检查点无法写入（如磁盘已满）时：结束训练，或继续训练并在下次再试。",
+    )
     save_hf_weights: bool = setting(
         True,
         "Export the trained model to output_dir in Hugging Face format.",
         "以 Hugging Face 格式将模型导出到 output_dir。",
+    )
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = setting(
+        None,
+        "Floating-point type of the exported weights; null keeps each tensor's type in the model it came from.",
+        "导出权重的浮点类型；null 表示沿用来源模型中各张量的类型。",
+    )
+    export_steps: int = setting(
+        0,
+        "Updates between exports during the run, each into its checkpoint's folder `hf`; 0 is never. A "
+        "multiple of save_steps.",
+        "训练中导出的间隔步数，写入相应检查点的 `hf` 目录;0 表示不导出。须为 save_steps 的倍数。",
+        ge=0,
+    )
+    resume_force: bool = setting(
+        False,
+        "Resume although the data or its order is not that of the checkpoint: training goes on at the same "
+        "count of samples in the new order.",
+        "即使数据或其顺序与检查点不同也继续训练：按新顺序从相同的样本计数处继续。",
     )
     resume_from_checkpoint: str | None = setting(
         None,
