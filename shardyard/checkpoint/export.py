@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardyard.checkpoint.agreement import Peers
-from shardyard.checkpoint.holdings import Facts, Holdings
+from shardyard.checkpoint.hf_files import Facts
+from shardyard.checkpoint.holdings import Holdings
 from shardyard.checkpoint.read_back import check_reads_back, probe
 from shardyard.checkpoint.side_files import is_native, write_side_files
 from shardyard.checkpoint.state import any_stage, names_of_whole, persistent_tensors

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardyard.checkpoint.agreement import Peers
-
-Facts = tuple[tuple[int, ...], torch.dtype]
-"""Whole shape and dtype of a tensor."""
+from shardyard.checkpoint.hf_files import Facts
 
 
 @dataclass(frozen=True)

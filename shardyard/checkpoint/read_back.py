@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardyard.checkpoint.holdings import Facts
+from shardyard.checkpoint.hf_files import Facts
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.checkpoint")
