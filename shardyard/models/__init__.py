@@ -2,6 +2,18 @@
 
 from shardyard.models.build import BuiltModel, build_model
 from shardyard.models.causal_lm import Placement
-from shardyard.models.source import load_model_config, resolve_source
+from shardyard.models.converted import Convert
+from shardyard.models.source import ModelSource, load_model_config, resolve_source, tokenizer_options
+from shardyard.models.weights import ReadWeights
 
-__all__ = ["BuiltModel", "Placement", "build_model", "load_model_config", "resolve_source"]
+__all__ = [
+    "BuiltModel",
+    "Convert",
+    "ModelSource",
+    "Placement",
+    "ReadWeights",
+    "build_model",
+    "load_model_config",
+    "resolve_source",
+    "tokenizer_options",
+]

@@ -20,13 +20,12 @@ from shardyard.config import Layout, ModelConfig
 from shardyard.device import Device
 from shardyard.errors import UserError
 from shardyard.models import packing
+from shardyard.models.block_fp8 import take_block_size
 from shardyard.models.causal_lm import Placement, base_class, trainable_class
-from shardyard.models.reading import refuse_scrambled
-from shardyard.models.scratch import initialise_from_seed
-from shardyard.models.source import has_weights
+from shardyard.models.source import ModelSource
+from shardyard.models.weights import ReadWeights, from_files, from_seed, read_checkpoint, without_weights
 from shardyard.ops import DOCUMENTS_ATTENTION
-from shardyard.parallel import Precision, local, matches
-from shardyard.parallel.fsdp import free_what_was_read_around
+from shardyard.parallel import Precision, matches
 from shardyard.parallel.pipeline import (
     PipelineModel,
     Stage,
@@ -46,7 +45,8 @@ _LEAK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 class BuiltModel:
     """``model(input_ids, position_ids, labels, doc_lens)`` gives the loss sum; see models/causal_lm.py.
 
-    ``unpacked`` says why the documents of a micro-batch need a forward each; None when they share one.
+    ``source`` is the folder of its config.json. ``unpacked`` says why the documents of a micro-batch need a
+    forward each; None when they share one.
     """
 
     model: Any
@@ -57,16 +57,24 @@ class BuiltModel:
 
 
 def build_model(
-    model_config: ModelConfig, config: PreTrainedConfig, source: Path, placement: Placement, *, seed: int
+    model_config: ModelConfig,
+    config: PreTrainedConfig,
+    source: Path | ModelSource,
+    placement: Placement,
+    *,
+    seed: int,
+    read_weights: ReadWeights | None = None,
 ) -> BuiltModel:
-    """Build, parallelise and fill the model.
+    """Build, parallelise and fill the model; ``read_weights`` reads those of a checkpoint folder.
 
     Raises:
         UserError: weights that are missing or do not fit the config, a family that cannot be trained here.
     """
     transformers_logging.disable_progress_bar()  # one bar a rank would run through each other
+    source = ModelSource.of(source)
     stated_dtype = getattr(config, "dtype", None)
-    base, config = base_class(config, str(source), trust_remote_code=model_config.trust_remote_code)
+    block = take_block_size(config)
+    base, config = base_class(config, str(source.config), trust_remote_code=model_config.trust_remote_code)
     refused = packing.refusal(config)
     attention = model_config.attn_implementation or (None if refused else DOCUMENTS_ATTENTION)
     _check_attention(model_config.attn_implementation, placement.device)
@@ -75,18 +83,24 @@ def build_model(
     precision = Precision.of(placement.parallel, placement.device)
     _leave_grouped_kernel(config, precision)
 
+    checkpoint = source.form == "checkpoint" and not model_config.train_from_scratch
+
     def make(stage: Stage | None) -> PreTrainedModel:
         cls = trainable_class(base, placement, stage)
         if model_config.train_from_scratch:
-            made = _from_seed(cls, config, attention, placement, seed)
+            made = from_seed(cls, config, attention, placement, seed)
+        elif checkpoint:
+            made = without_weights(cls, config, attention, placement)
         else:
-            made = _from_weights(cls, config, source, attention, model_config)
+            made = from_files(cls, config, source.weights, attention, model_config, block)
         made.config.dtype = stated_dtype  # building in fp32 set it; the export goes by what the model states
         return made
 
     model: Any = (
         make(None) if placement.meshes.layout.pp == 1 else _pipeline(base, config, attention, placement, make)
     )
+    if checkpoint:
+        read_checkpoint(model, source.weights, read_weights)
     device = placement.device.torch_device
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -97,7 +111,7 @@ def build_model(
     unpacked = refused or _self_test(model, config, precision, device)
     if unpacked:
         _refuse_sharing(unpacked, placement.meshes.layout)
-    return BuiltModel(model, config, source, precision, unpacked)
+    return BuiltModel(model, config, source.config, precision, unpacked)
 
 
 def _refuse_sharing(unpacked: str, layout: Layout) -> None:
@@ -173,71 +187,6 @@ def _leave_grouped_kernel(config: Any, precision: Precision) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
-
-
-def _from_seed(
-    cls: Any, config: Any, attention: str | None, placement: Placement, seed: int
-) -> PreTrainedModel:
-    config.distributed_config = placement.distributed_config
-    with torch.device("meta"):
-        model = cls._from_config(config, attn_implementation=attention, dtype=torch.float32)
-    dc, home, meshes = cls.prepare_distribute_model(placement.distributed_config)
-    model = cls.maybe_distribute_model(model, dc, meshes)
-    initialise_from_seed(model, seed, home or torch.device("cpu"))
-    return model
-
-
-def _from_weights(
-    cls: Any, config: Any, source: Path, attention: str | None, options: ModelConfig
-) -> PreTrainedModel:
-    if not has_weights(source):
-        raise UserError(
-            f"model.model_name_or_path: {source} holds no weights (*.safetensors). To start from random "
-            f"weights "
-            "set model.train_from_scratch: true."
-        )
-    extra = {"attn_implementation": attention} if attention else {}
-    try:
-        model, info = cls.from_pretrained(
-            str(source), config=config, dtype=torch.float32, output_loading_info=True, weights_only=True,
-            distributed_config=cls.placement.distributed_config, trust_remote_code=options.trust_remote_code,
-            **extra,
-        )  # fmt: skip
-    except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(
-            f"model.model_name_or_path: the weights of {source} cannot be read: {error}"
-        ) from error
-    refuse_scrambled(model)
-    _refuse_incomplete(model, info, source)
-    free_what_was_read_around(model)
-    return model
-
-
-def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
-    for kind, what in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
-        if keys := sorted(map(str, info.get(kind) or ())):
-            raise UserError(
-                f"model.model_name_or_path: the weights in {source} {what} {len(keys)} tensor(s) that "
-                f"config.json asks "
-                f"for: {', '.join(keys[:5])}. Do they belong to this config.json?"
-            )
-    if unexpected := sorted(info.get("unexpected_keys") or ()):
-        logger.warning(
-            "%s holds %d tensors that this model does not use: %s", source, len(unexpected), unexpected[:5]
-        )
-    stage = model.stage
-    elsewhere = stage is not None and not stage.is_last  # the tied output layer is on the last stage
-    tied = {} if elsewhere else model.get_expanded_tied_weights_keys(all_submodels=True)
-    for target, origin in tied.items():
-        if model.get_parameter(target) is not model.get_parameter(origin):
-            raise UserError(
-                f"model.model_name_or_path: config.json ties {target} to {origin}, but {source} holds two "
-                f"different "
-                "tensors. Set model.config_overrides: {tie_word_embeddings: false} to train them apart."
-            )
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(local(parameter)).all():
-            raise UserError(f"model.model_name_or_path: {name} in {source} holds NaN or Inf")
 
 
 def _freeze(model: Any, patterns: Sequence[str]) -> None:

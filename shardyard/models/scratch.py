@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+
+from shardyard.parallel import local
 
 
 def module_seed(seed: int, name: str) -> int:
@@ -28,16 +31,50 @@ def module_seed(seed: int, name: str) -> int:
 @torch.no_grad()
 def initialise_from_seed(model: PreTrainedModel, seed: int, device: torch.device) -> None:
     """Give a parallelised model on the meta device its storage and its initial weights."""
-    model.to_empty(device=device)
-    model.tie_weights(recompute_mapping=False)
-    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    names = _with_memory(model, device)
     done: set[nn.Module] = set()
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+    with _own_random_numbers(device):
         for block in _blocks(model):
             _initialise_block(model, block, names, done, seed)
         for origin in _tied_origins(model):
             # Drawn once more, last: a tied weight is the embedding's, also on a stage without the other one.
             _initialise_block(model, (origin, False), names, done - {origin}, seed)
+
+
+@torch.no_grad()
+def allocate(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a parallelised model on the meta device its storage: NaN in all weights, and what no checkpoint
+    holds (the frequencies of rotary positions ...) as the family's code makes it.
+    """
+    names = _with_memory(model, device)
+    with _own_random_numbers(device):
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                _initialise_block(model, (module, False), names, set(), 0)
+    for _, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+        if tensor.is_floating_point():
+            local(tensor).fill_(torch.nan)
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Those that are part of a checkpoint, by name."""
+    found = []
+    for name, buffer in model.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in model.get_submodule(owner)._non_persistent_buffers_set:
+            found.append((name, buffer))
+    return found
+
+
+def _with_memory(model: PreTrainedModel, device: torch.device) -> dict[nn.Module, str]:
+    """The names of the modules, all with storage of their own now; tied weights are tied again."""
+    model.to_empty(device=device)
+    model.tie_weights(recompute_mapping=False)
+    return {module: name for name, module in model.named_modules()}
+
+
+def _own_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=[] if device.type == "cpu" else [device])
 
 
 def _tied_origins(model: PreTrainedModel) -> list[nn.Module]:

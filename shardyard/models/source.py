@@ -1,84 +1,185 @@
-"""Where a model comes from: a local folder or a hub id, and its config with the user's overrides."""
+"""Where a model comes from: a folder of any format or a hub id, and its config with the user's overrides."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from shardyard.config import ModelConfig
 from shardyard.errors import UserError
+from shardyard.models.converted import Convert, converted, is_megatron
 
 logger = logging.getLogger("shardyard.models")
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_KEY = "model.model_name_or_path"
+_SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_HUB_FILES = ["*.safetensors", *_SIDE_FILES]
 # The reference's names for families, where they differ from config.json's model_type.
 _MODEL_IDS = {"glm52": "glm_moe_dsa", "minimax_m27": "minimax_m2", "step35": "step3p5", "mamba3": "mamba3"}
 
 
-def resolve_source(model: ModelConfig, *, fetch_first: Callable[[Callable[[], str]], str]) -> Path:
-    """The local folder of a model; a hub id is downloaded by one rank of each machine (``fetch_first``).
+@dataclass(frozen=True)
+class ModelSource:
+    """The local folders of a model; one and the same for a Hugging Face folder."""
+
+    config: Path
+    """config.json, and what an export takes along; the tokenizer, where none is named."""
+    weights: Path
+    form: Literal["files", "checkpoint"]
+    """Weight files under Hugging Face names, or a folder of torch.distributed.checkpoint."""
+
+    @classmethod
+    def of(cls, source: Path | ModelSource) -> ModelSource:
+        return source if isinstance(source, ModelSource) else cls(source, source, "files")
+
+
+def resolve_source(
+    model: ModelConfig,
+    *,
+    fetch_first: Callable[[Callable[[], str]], str],
+    convert: Convert | None = None,
+    cache: Path | None = None,
+) -> ModelSource:
+    """The local folders of a model.
+
+    What takes long is done by one rank of each machine (``fetch_first``): downloads of hub ids, and the
+    conversion of a Megatron-core folder by ``convert`` into a folder in ``cache``.
 
     Raises:
-        UserError: no such folder, or the hub cannot be reached.
+        UserError: no such folder, one without config.json, or the hub cannot be reached.
     """
-    name = model.model_name_or_path
+
+    def resolve() -> ModelSource:
+        return _resolve(model, convert, cache)
+
+    folder = _local(_KEY, model.model_name_or_path)
+    config = model.config_name_or_path
+    if folder is not None and not is_megatron(folder) and (config is None or _config_key_folder(config)):
+        return resolve()
+    return _from_text(fetch_first(lambda: _as_text(resolve())))
+
+
+def tokenizer_options(model: ModelConfig, source: ModelSource) -> ModelConfig:
+    """``model``, naming the tokenizer beside the config where the weights' folder holds none of its own."""
+    if model.tokenizer_name_or_path is not None or source.config == source.weights:
+        return model
+    return model.model_copy(update={"tokenizer_name_or_path": str(source.config)})
+
+
+def _as_text(source: ModelSource) -> str:
+    return json.dumps([str(source.config), str(source.weights), source.form])
+
+
+def _from_text(text: str) -> ModelSource:
+    config, weights, form = json.loads(text)
+    return ModelSource(Path(config), Path(weights), form)
+
+
+def _resolve(model: ModelConfig, convert: Convert | None, cache: Path | None) -> ModelSource:
+    folder = _local(_KEY, model.model_name_or_path)
+    if folder is None:
+        folder = _download(model, _KEY, model.model_name_or_path, _HUB_FILES)
+    megatron = is_megatron(folder)
+    checkpoint = not megatron and (folder / ".metadata").is_file()
+    config = _config_folder(model, folder, checkpoint=checkpoint)
+    if megatron:
+        if convert is None or cache is None:
+            raise UserError(
+                f"{_KEY}: {folder} is a Megatron-core folder; turn it into a Hugging Face one first, with "
+                "`shardyard convert`"
+            )
+        return ModelSource(config, converted(folder, config, cache, convert), "files")
+    return ModelSource(config, folder, "checkpoint" if checkpoint else "files")
+
+
+def _config_folder(model: ModelConfig, folder: Path, *, checkpoint: bool) -> Path:
+    """Where config.json is: beside the weights, else where ``config_name_or_path`` says."""
+    own = next((place for place in (folder, folder / "assets") if (place / "config.json").is_file()), None)
+    name = model.config_name_or_path
+    if own is None and name is None:
+        inside = f"{folder} holds no config.json" + (", nor does its folder assets" if checkpoint else "")
+        hint = "is it a model folder? If so, name the folder of its config.json in model.config_name_or_path"
+        raise UserError(f"{_KEY}: {inside}; {hint}")
+    if name is None:
+        assert own is not None
+        return own
+    named = _config_key_folder(name) or _download(model, "model.config_name_or_path", name, _SIDE_FILES)
+    if own is not None and not own.samefile(named):
+        raise UserError(
+            f"model.config_name_or_path: {folder} has a config.json of its own ({own / 'config.json'}); to "
+            "change values of it set model.config_overrides"
+        )
+    if not (named / "config.json").is_file():
+        raise UserError(f"model.config_name_or_path: {name} holds no config.json")
+    return named
+
+
+def _config_key_folder(name: str) -> Path | None:
+    """The local folder that ``config_name_or_path`` names, also by its config.json; None for a hub id."""
+    path = Path(name).expanduser()
+    return (
+        path.parent
+        if path.name == "config.json" and path.is_file()
+        else _local("model.config_name_or_path", name)
+    )
+
+
+def _local(key: str, name: str) -> Path | None:
+    """The folder ``name``; None when it may be a hub id.
+
+    Raises:
+        UserError: it is neither.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"model.model_name_or_path: {name} holds no config.json; is it a Hugging Face model folder?"
-            )
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(
-            f"model.model_name_or_path: no folder {name}. Name a model folder or a hub id such as org/name."
-        )
-    return Path(fetch_first(lambda: _download(model)))
+        raise UserError(f"{key}: no folder {name}. Name a model folder or a hub id such as org/name.")
+    return None
 
 
-def _download(model: ModelConfig) -> str:
+def _download(model: ModelConfig, key: str, name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    name = model.model_name_or_path
     logger.info("fetching %s from the hub", name)
-    patterns = [*_HUB_FILES, "*.py"] if model.trust_remote_code else _HUB_FILES
     try:
-        return snapshot_download(
+        fetched = snapshot_download(
             name,
             revision=model.model_revision,
             cache_dir=model.cache_dir,
             token=model.hf_hub_token,
-            allow_patterns=patterns,
+            allow_patterns=[*patterns, "*.py"] if model.trust_remote_code else patterns,
         )
     except Exception as error:
         # One line of the cause: the hub client's own messages run over several paragraphs.
         cause = str(error).strip().splitlines()[0]
         raise UserError(
-            f"model.model_name_or_path: {name} is no local folder and cannot be fetched from the hub: {cause}"
+            f"{key}: {name} is no local folder and cannot be fetched from the hub: {cause}"
         ) from error
+    return Path(fetched)
 
 
-def load_model_config(model: ModelConfig, source: Path) -> PreTrainedConfig:
+def load_model_config(model: ModelConfig, source: Path | ModelSource) -> PreTrainedConfig:
     """The model's config with ``model.config_overrides`` applied.
 
     Raises:
         UserError: a type that transformers lacks, code that the user did not allow, a ``model_id`` that
-        disagrees, or
-            an override of a key that the config does not have.
+            disagrees, or an override of a key that the config does not have.
     """
+    folder = ModelSource.of(source).config
     try:
-        config = AutoConfig.from_pretrained(str(source), trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
         raise UserError(
-            f"model.model_name_or_path: the config.json of {source} cannot be used: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"{_KEY}: the config.json of {folder} cannot be used: {str(error).strip().splitlines()[0]}"
         ) from error
     check_model_id(model.model_id, config.model_type)
     config = with_overrides(config, dict(model.config_overrides or {}))
@@ -167,7 +268,3 @@ def _canonical(config: PreTrainedConfig, known: dict[str, Any], key: str, value:
                 f"model.config_overrides.{key}: unknown rope_type {kind!r}; {sorted(ROPE_INIT_FUNCTIONS)}"
             )
     return name, value
-
-
-def has_weights(source: Path) -> bool:
-    return any(next(source.glob(pattern), None) for pattern in _WEIGHTS)

@@ -1,0 +1,114 @@
+"""Weights in fp8 with one scale for each block of them (DeepSeek-V3's form), read as fp32.
+
+``weight[r, c] = fp8[r, c] * weight_scale_inv[r // 128, c // 128]``, for blocks of 128 x 128; the last block
+of a row or column may be smaller. A rank reads the slice that it holds, and the scales of the blocks which
+that touches, so a border between ranks may cut a block anywhere. transformers' own way cuts the scales like
+the weights, which is right only where each rank holds whole blocks, and refuses sizes that no block divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardyard.errors import UserError
+from shardyard.models.weight_files import Slices
+
+_KEY = "model.model_name_or_path"
+_SCALE = "_scale_inv"
+
+
+def take_block_size(config: Any) -> tuple[int, int] | None:
+    """The size of a block (rows, columns) of a quantised model's weights, whose config then is that of a
+    plain one; None for plain weights.
+
+    Raises:
+        UserError: weights that are quantised in another form.
+    """
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        stated = getattr(part, "quantization_config", None)
+        if stated is None:
+            continue
+        options = stated if isinstance(stated, dict) else stated.to_dict()
+        method, size = options.get("quant_method"), options.get("weight_block_size")
+        whole = isinstance(size, list | tuple) and len(size) == 2 and all(_is_size(n) for n in size)
+        if method != "fp8" or not whole:
+            raise UserError(
+                f"{_KEY}: the weights are quantised ({method}, weight_block_size {size}), and of such forms "
+                "only fp8 in blocks is read here; start from the model's bf16 weights"
+            )
+        del part.quantization_config
+        return size[0], size[1]
+    return None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+class BlockFp8:
+    """A tensor [..., R, C] in fp8 and its scales [..., ceil(R / rows), ceil(C / columns)], as one in fp32."""
+
+    def __init__(self, weight: Any, scale: Any, block: tuple[int, int]) -> None:
+        self._weight, self._scale, self._block = weight, scale, block
+
+    def get_shape(self) -> Sequence[int]:
+        return _shape(self._weight)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The part that slices of step 1 (or ``...``) name, fp32."""
+        shape = list(self.get_shape())
+        given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        cuts = [slice(*part.indices(size)[:2]) for part, size in zip(given, shape, strict=False)]
+        cuts += [slice(0, size) for size in shape[len(cuts) :]]
+        sizes = [max(cut.stop - cut.start, 0) for cut in cuts]
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=torch.float32)
+        part = self._weight[tuple(cuts)].float()
+        touched = [
+            slice(cut.start // size, (cut.stop - 1) // size + 1)
+            for cut, size in zip(cuts[-2:], self._block, strict=True)
+        ]
+        scales = self._scale[(*cuts[:-2], *touched)].float()
+        for dim, cut, size, blocks in zip((-2, -1), cuts[-2:], self._block, touched, strict=True):
+            own = torch.arange(cut.start, cut.stop) // size - blocks.start
+            scales = scales.index_select(dim, own)
+        return part.mul_(scales)
+
+
+def dequantised(tensors: dict[str, Any], block: tuple[int, int]) -> dict[str, Any]:
+    """``tensors`` of a model's files, with each pair of fp8 weight and scales as one.
+
+    Raises:
+        UserError: a weight without scales, or scales of another size than its blocks.
+    """
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if not _is_fp8(tensor):
+            continue
+        if name + _SCALE not in tensors:
+            raise UserError(f"{_KEY}: {name} is in fp8, and the files hold no {name + _SCALE}")
+        found[name] = _joined(name, tensor, found.pop(name + _SCALE), block)
+    return found
+
+
+def _joined(name: str, weight: Slices, scale: Slices, block: tuple[int, int]) -> BlockFp8:
+    shape, blocks = list(_shape(weight)), list(_shape(scale))
+    wanted = [*shape[:-2], *(-(-size // part) for size, part in zip(shape[-2:], block, strict=True))]
+    if blocks != wanted:
+        raise UserError(
+            f"{_KEY}: {name} {shape} has scales {blocks}; blocks of {block[0]} x {block[1]} would be {wanted}"
+        )
+    return BlockFp8(weight, scale, block)
+
+
+def _shape(tensor: Any) -> Sequence[int]:
+    return tensor.shape if isinstance(tensor, torch.Tensor) else tensor.get_shape()
+
+
+def _is_fp8(tensor: Any) -> bool:
+    if isinstance(tensor, torch.Tensor):
+        return tensor.dtype.is_floating_point and tensor.itemsize == 1
+    return str(tensor.get_dtype()).startswith("F8")

@@ -1,0 +1,142 @@
+"""fp8 weights with a scale per block of 128 x 128: as the plain loop over blocks has it, on any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.models import write_tiny_model
+from support.training import Recipe, build_step, make_rows, train_rows
+
+from shardyard.errors import UserError
+
+BLOCK = 128
+# No multiples of 128; over two ranks some borders lie inside blocks, some experts' sizes are below one.
+SIZES = dict(
+    vocab_size=200, hidden_size=176, intermediate_size=272, moe_intermediate_size=136, kv_lora_rank=48,
+    num_attention_heads=4, q_lora_rank=144, qk_nope_head_dim=32, v_head_dim=40,
+)  # fmt: skip
+ROWS = make_rows(8)
+
+
+def write_pair(root: Path) -> tuple[Path, Path]:
+    """A tiny DeepSeek-V3 in fp8, as published, and the same weights in fp32 by a loop over the blocks."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    plain = write_tiny_model(root / "plain", "deepseek_v3", **SIZES)
+    fp8 = root / "fp8"
+    fp8.mkdir()
+    stored, exact = {}, {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        exact[name] = stored[name] = weight
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, columns = weight.shape
+        scale = torch.zeros(-(-rows // BLOCK), -(-columns // BLOCK))
+        quantised, product = weight.to(torch.float8_e4m3fn), torch.zeros_like(weight)
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                part = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
+                scale[i, j] = weight[part].abs().max() / 448
+                quantised[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
+                product[part] = quantised[part].float() * scale[i, j]
+        exact[name], stored[name], stored[f"{name}_scale_inv"] = product, quantised, scale
+    save_file(exact, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, fp8 / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }  # fmt: skip
+    (fp8 / "config.json").write_text(json.dumps(config))
+    return fp8, plain
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"tp_size": 2}),
+        (2, {"ep_size": 2}),
+        pytest.param(3, {}, marks=pytest.mark.soak),
+        pytest.param(2, {"pp_size": 2}, marks=pytest.mark.soak),
+        pytest.param(2, {"shard_placement_fn": "shard_by_dim_1"}, marks=pytest.mark.soak),
+        pytest.param(4, {"tp_size": 2, "fsdp_size": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_fp8_weights_start_as_the_loop_over_blocks_gives_them(ranks, pair, world, parallel):
+    fp8, plain = pair
+    recipe = Recipe(parallel=parallel, steps=0)
+    found, wanted = (ranks.run(world, train_rows, folder, ROWS, recipe)[0].weights for folder in (fp8, plain))
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], weight) for name, weight in wanted.items())
+
+
+def refusal(folder, changes):
+    """What is said of the fp8 model in ``folder`` after a change of its config or its files."""
+    from safetensors.torch import load_file, save_file
+
+    config, tensors = changes
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | {"quantization_config": config}))
+    stored = load_file(folder / "model.safetensors")
+    stored = {name: stored[name] for name in stored if name not in tensors} | {
+        name: tensor for name, tensor in tensors.items() if tensor is not None
+    }
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    try:
+        build_step(folder, Recipe())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_other_quantised_forms_and_scales_that_do_not_fit_are_named(ranks, tmp_path, pair):
+    import shutil
+
+    import torch
+
+    name = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    for number, (config, tensors, wanted) in enumerate(
+        [
+            ({"quant_method": "awq"}, {}, "awq"),
+            (fp8 | {"weight_block_size": None}, {}, "weight_block_size None"),
+            (fp8, {name: None}, f"no {name}"),
+            (fp8, {name: torch.ones(7, 1)}, "scales [7, 1]"),
+        ]
+    ):
+        folder = shutil.copytree(pair[0], tmp_path / str(number))
+        message = ranks.run(1, refusal, folder, (config, tensors))[0]
+        assert wanted in message and "model.model_name_or_path" in message, message
+
+
+def test_slices_of_a_dequantised_tensor_are_those_of_the_whole():
+    import torch
+
+    from shardyard.models.block_fp8 import BlockFp8
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 10, 9, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 3, 2, generator=generator)
+    whole = torch.tensor(
+        [
+            [[float(weight[e, r, c]) * float(scale[e, r // 4, c // 5]) for c in range(9)] for r in range(10)]
+            for e in range(3)
+        ]
+    )
+    lazy = BlockFp8(weight, scale, (4, 5))
+    assert torch.equal(lazy[...], whole) and list(lazy.get_shape()) == [3, 10, 9]
+    for start in range(10):
+        for stop in range(start, 11):
+            assert torch.equal(lazy[1:3, start:stop, 3:8], whole[1:3, start:stop, 3:8])
+    assert torch.equal(lazy[2:], whole[2:])
