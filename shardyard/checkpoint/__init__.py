@@ -1,8 +1,18 @@
-"""The store of a run's checkpoints, and the verified Hugging Face export."""
+"""The store of a run's checkpoints, and the verified Hugging Face export.
 
-from shardyard.checkpoint.export import ExportReport, check_exportable, export_dtype, export_hf
-from shardyard.checkpoint.output_dir import check_output_dir, prepare_output_dir
-from shardyard.checkpoint.store import CheckpointStore, Restored, fault_of
+Names are looked up when they are first used: to list and check checkpoints takes no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardyard.checkpoint.export import ExportReport, check_exportable, export_dtype, export_hf
+    from shardyard.checkpoint.manifest import fault_of
+    from shardyard.checkpoint.output_dir import check_output_dir, prepare_output_dir
+    from shardyard.checkpoint.store import CheckpointStore, Restored
 
 __all__ = [
     "CheckpointStore",
@@ -15,3 +25,20 @@ __all__ = [
     "fault_of",
     "prepare_output_dir",
 ]
+_HOMES = {
+    "CheckpointStore": "store",
+    "ExportReport": "export",
+    "Restored": "store",
+    "check_exportable": "export",
+    "check_output_dir": "output_dir",
+    "export_dtype": "export",
+    "export_hf": "export",
+    "fault_of": "manifest",
+    "prepare_output_dir": "output_dir",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -5,64 +5,92 @@ hashes follows, and only then the folder gets its name, `latest` points to it, a
 tensor is JSON. `best` points to the checkpoint of the lowest validation loss, which stays beside the newest
 ones.
 
+A save that does not wait copies this rank's tensors to the host's memory and does all else in a thread, over
+a process group of its own.
+
 The manifest numbers the saves of a folder. The newest checkpoint is the one that was saved last, which is not
 the one with the highest step when a run went back to an earlier checkpoint; no clock is asked.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch.distributed.checkpoint import FileSystemWriter
 
 from shardyard.checkpoint.agreement import Peers
-from shardyard.checkpoint.holdings import Holdings
-from shardyard.checkpoint.safe_reader import SafeReader, read_metadata
+from shardyard.checkpoint.background import Background, State
+from shardyard.checkpoint.disks import Disks, find_disks
+from shardyard.checkpoint.folder import (
+    BEST,
+    LATEST,
+    checkpoint_path,
+    clean,
+    complete,
+    named,
+    point,
+    pointed,
+    step_of,
+)
+from shardyard.checkpoint.loading import Restored, read_checkpoint, verify_together
+from shardyard.checkpoint.manifest import fault_of, read_manifest
+from shardyard.checkpoint.publishing import Assets, Job, publish_job
+from shardyard.checkpoint.retention import retain
+from shardyard.checkpoint.snapshot import DiskPlanner, HostCopies, SnapshotPlanner
+from shardyard.checkpoint.space import Space, check_space, estimate
 from shardyard.checkpoint.state import model_tensors, optimizer_tensors, prepare_optimizer
-from shardyard.durable import sync, write_durably
+from shardyard.checkpoint.writing import write_tensors
 from shardyard.errors import UserError
+
+__all__ = ["CheckpointStore", "Restored", "background_group", "fault_of"]
 
 logger = logging.getLogger("shardyard.checkpoint")
 
-FORMAT = 1
-MANIFEST, RUN_STATE, LATEST, BEST = "manifest.json", "run_state.json", "latest", "best"
-_NAME = re.compile(r"global_step_(\d+)")
-_FULL_MIB = 16.0
-"""A disk with less free space than this counts as full when a write has failed."""
-_TEMPORARY = ".tmp-global_step_"
+_BACKGROUND_TIMEOUT = timedelta(hours=2)
+"""Ranks wait for the slowest disk."""
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint holds besides tensors. Without optimizer state only the weights were read."""
-
-    run_state: dict[str, Any]
-    has_optimizer: bool
+def background_group() -> dist.ProcessGroup | None:
+    """A group of its own for saves beside the training, over the host's network. All ranks call it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 class CheckpointStore:
     """The folder ``<output_dir>/checkpoints`` of a run.
 
-    All ranks call ``save`` and ``load`` together; the other methods only look at the folder.
+    All ranks together call the constructor (with ``background``), ``save``, ``wait``, ``load``,
+    ``load_latest``, ``point_best`` and ``check_space``; the other methods only look at this rank's folder.
+
+    Args:
+        background: makes the group of saves that do not wait (`background_group`); None: every save waits.
     """
 
     def __init__(
-        self, output_dir: Path, *, save_total_limit: int | None, group: dist.ProcessGroup | None = None
+        self,
+        output_dir: Path,
+        *,
+        save_total_limit: int | None,
+        group: dist.ProcessGroup | None = None,
+        background: Callable[[], dist.ProcessGroup | None] | None = None,
     ) -> None:
         self.folder = output_dir / "checkpoints"
         self.limit = save_total_limit if save_total_limit and save_total_limit > 0 else None
         self.peers = Peers(group)
+        self._peers_beside = Peers(background()) if background is not None else None
+        self._background = Background()
+        self._pinned: HostCopies | None = None
+        self._disks: Disks | None = None
 
     def save(
         self,
@@ -72,58 +100,92 @@ class CheckpointStore:
         optimizer: torch.optim.Optimizer | None,
         run_state: dict[str, Any],
         best: bool = False,
+        wait: bool = True,
+        assets: Assets | None = None,
     ) -> Path:
         """Write ``global_step_<step>``; without ``optimizer`` the model only. With ``best`` it becomes the
         best one, and the best one so far counts as any other.
 
+        With ``wait`` it is complete when this returns. Without, this returns once the tensors are copied:
+        they may change then, the checkpoint holds their values of the call, and `poll` and `wait` tell what
+        became of it. ``assets`` is called with a folder to fill with what the checkpoint needs to be used
+        alone (config, tokenizer), on one rank of each disk, maybe in another thread; it must not look at the
+        weights.
+
         Raises:
             UserError: on every rank, when one cannot write (disk full, no permission); nothing is left
-                behind, and earlier checkpoints are untouched.
+                behind, and earlier checkpoints are untouched. Or the save before, which did not wait, has
+                failed: then this one has not begun; call `wait` before to tell the two apart.
         """
-        path, temporary = self.folder / f"global_step_{step}", self.folder / f"{_TEMPORARY}{step}"
-        what = f"saving checkpoint {path}"
+        self.wait()
+        job = Job(checkpoint_path(self.folder, step), json.dumps(run_state, indent=1), best, assets)
         tensors = model_tensors(model)
         if optimizer is not None:
             prepare_optimizer(optimizer)  # parameters that have had no gradient have no state yet
             tensors |= optimizer_tensors(model, optimizer)
+        if wait:
+            self._make(job, self.peers, tensors, DiskPlanner)
+            return job.path
+        if self._peers_beside is None:
+            raise ValueError("a store without a background group cannot save beside the training")
+        copies = HostCopies(tensors, reused=self._pinned)
+        self._background.start(job.path, lambda: self._make_beside(job, copies))
+        return job.path
+
+    def poll(self) -> State:
+        """Of the last save that did not wait, on this rank: ``running``, or ``finished`` or ``failed`` until
+        `wait` has told, or ``idle``. No rank is asked; the verdict is everyone's, though not at the same
+        moment."""
+        return self._background.poll()
+
+    def wait(self) -> Path | None:
+        """Wait for the save that is under way; its checkpoint, or None when there was none since then.
+
+        Raises:
+            UserError: it has failed; the message is the same on every rank.
+        """
+        return self._background.wait()
+
+    def close(self) -> None:
+        """Wait for the save that is under way, whatever comes of it; a failure is said."""
         try:
-            self.peers.first(what, lambda: self._make_way(temporary))
-            self.peers.agree(what, lambda: temporary.mkdir(parents=True, exist_ok=True))  # per-node disks
-            self._write(tensors, temporary, what)
-            hashes = self.peers.agree(what, lambda: _hash_own_files(temporary, self.peers.rank))
-            files = {name: facts for share in hashes for name, facts in share.items()}
-            self.peers.first(what, lambda: self._publish(temporary, path, files, run_state, best))
-        except BaseException:
-            if self.peers.is_first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        if self.peers.is_first:
-            self._retain(path)
-        return path
+            self._background.wait()
+        except (UserError, RuntimeError) as error:
+            logger.error("%s", error)
+
+    def check_space(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Space:
+        """How large a checkpoint is, and what this rank's disk offers; see `space`.
+
+        Raises:
+            UserError: on every rank, when a disk cannot be written or has no room for one checkpoint.
+        """
+        size = estimate(model, optimizer, self.peers)
+        disks = self._find_disks(self.peers)
+
+        def look() -> Space:
+            share = size * len(disks.mates) // disks.peers.size
+            return check_space(self.folder, share, keep=self.limit)
+
+        spaces = disks.each(f"looking at {self.folder}", look)
+        return spaces[disks.leaders.index(disks.leader[disks.peers.rank])]
 
     def point_best(self, step: int | None) -> bool:
         """Make the complete checkpoint of ``step`` the best one, or none; all ranks call it. Whether it did:
         without such a checkpoint there is no best one.
         """
-
-        def point() -> bool:
-            path = None if step is None else self.folder / f"global_step_{step}"
-            if path is None or fault_of(path):
-                (self.folder / BEST).unlink(missing_ok=True)
-                return False
-            self._point(BEST, path)
+        path = None if step is None else checkpoint_path(self.folder, step)
+        pointer = self.folder / BEST
+        what = f"writing {pointer}"
+        if all(self.peers.agree(what, lambda: path is not None and fault_of(path) is None)):
+            assert path is not None
+            self._find_disks(self.peers).each(what, lambda: point(self.folder, BEST, path))
             return True
-
-        return self.peers.first(f"writing {self.folder / BEST}", point)
+        self.peers.agree(what, lambda: pointer.unlink(missing_ok=True))
+        return False
 
     def best(self) -> Path | None:
         """The complete checkpoint that `best` points to."""
-        try:
-            name = (self.folder / BEST).read_text(encoding="utf-8").strip()
-        except (FileNotFoundError, UnicodeDecodeError):
-            return None
-        path = self.folder / name
-        return path if _NAME.fullmatch(name) and fault_of(path) is None else None
+        return pointed(self.folder, BEST)
 
     def load(self, path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Restored:
         """Read ``path`` into the live tensors, whatever the number of ranks that wrote it.
@@ -131,47 +193,50 @@ class CheckpointStore:
         Raises:
             UserError: it is incomplete, damaged, hostile, or holds other tensors than this model has.
         """
-        what = f"loading checkpoint {path}"
-        run_state = self.peers.agree(what, lambda: _verify(path, self.peers))[0]
-        saved = self.peers.agree(what, lambda: _saved_tensors(path))[0]
-        has_optimizer = optimizer is not None and any(key.startswith("optimizer.") for key in saved)
-        tensors = model_tensors(model)
-        if has_optimizer:
-            assert optimizer is not None
-            prepare_optimizer(optimizer)
-            tensors |= optimizer_tensors(model, optimizer)
-        wanted = Holdings.of(tensors, self.peers).facts
-        held = saved if has_optimizer else {key: s for key, s in saved.items() if key.startswith("model.")}
-        self.peers.agree(what, lambda: _compare(path, wanted, held))
-        reader = SafeReader(path)
-        try:
-            dcp.load(tensors, storage_reader=reader, process_group=self.peers.group, no_dist=self.peers.alone)
-        except dcp.api.CheckpointException as error:
-            raise UserError(f"{what}: {_causes(error)}") from error
-        return Restored(run_state, has_optimizer)
+        self._background.settle()
+        verify_together(path, self.peers)
+        return read_checkpoint(path, self.peers, model=model, optimizer=optimizer)
+
+    def load_latest(self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Restored | None:
+        """Read the newest checkpoint whose files are what was written, by their hashes, and which every rank
+        has; None without any. Each one that is passed over is named in a warning.
+
+        Raises:
+            UserError: that one is hostile, or holds other tensors than this model has.
+        """
+        self._background.settle()
+        shares = self.peers.agree(f"looking at {self.folder}", self._numbered)
+        if self.peers.is_first:
+            tell_incomplete(self.folder)
+        for _, name in sorted(set(shares[0]).intersection(*shares), key=_by_sequence, reverse=True):
+            path = self.folder / name
+            try:
+                verify_together(path, self.peers)
+            except UserError as error:
+                if self.peers.is_first:
+                    logger.warning("passing over a checkpoint: %s", error)
+                continue
+            return read_checkpoint(path, self.peers, model=model, optimizer=optimizer)
+        return None
 
     def latest(self) -> Path | None:
         """The complete checkpoint that was saved last."""
-        complete = self.complete()
-        return complete[-1] if complete else None
+        found = self.complete()
+        return found[-1] if found else None
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, in the order in which they were saved."""
-        found = self.folder.glob("global_step_*") if self.folder.is_dir() else ()
-        named = [(int(match[1]), path) for path in found if (match := _NAME.fullmatch(path.name))]
-        whole = [(_sequence(path), step, path) for step, path in named if fault_of(path) is None]
-        return [path for _, _, path in sorted(whole)]
+        return complete(self.folder)
 
     def resolve(self, wanted: str) -> Path | None:
-        """The checkpoint that ``training.resume_from_checkpoint`` names; None for ``latest`` without any yet.
+        """The checkpoint that ``training.resume_from_checkpoint`` names, by file sizes; None for ``latest``
+        without any yet. `load_latest` looks at the contents too.
 
         Raises:
             UserError: a path that is not a complete checkpoint.
         """
         if wanted == LATEST:
-            for path in sorted(self.folder.glob("global_step_*")) if self.folder.is_dir() else ():
-                if _NAME.fullmatch(path.name) and (fault := fault_of(path)):
-                    logger.warning("passing over %s: it %s", path, fault)
+            tell_incomplete(self.folder)
             return self.latest()
         path = Path(wanted).expanduser()
         if fault := fault_of(path):
@@ -180,156 +245,59 @@ class CheckpointStore:
             raise UserError(f"training.resume_from_checkpoint: {path} {fault}{hint}")
         return path
 
-    def _make_way(self, temporary: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover)
-        temporary.mkdir()
+    def clean(self) -> None:
+        """Remove what an earlier process of this run has left under temporary names. One rank of each disk
+        calls it, before anything is saved."""
+        clean(self.folder)
 
-    def _write(self, tensors: dict[str, torch.Tensor], folder: Path, what: str) -> None:
-        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    def _numbered(self) -> list[tuple[int, str]]:
+        return [(read_manifest(path).sequence, path.name) for path in self.complete()]
+
+    def _find_disks(self, peers: Peers) -> Disks:
+        if self._disks is None:
+            self._disks = find_disks(self.folder, peers)
+        return Disks(peers, self._disks.leader)
+
+    def _make_beside(self, job: Job, copies: HostCopies) -> None:
+        assert self._peers_beside is not None
         try:
-            dcp.save(
-                dict(tensors), storage_writer=writer, process_group=self.peers.group, no_dist=self.peers.alone
-            )
-        except dcp.api.CheckpointException as error:
-            if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
-                raise KeyboardInterrupt from error
-            free = shutil.disk_usage(self.folder).free / 2**20
-            full = "no space is left; " if free < _FULL_MIB else ""
-            raise UserError(f"{what}: {full}{_causes(error)} ({free:,.0f} MiB are free there)") from error
+            self._make(job, self._peers_beside, {}, lambda disks: SnapshotPlanner(disks, copies))
+        finally:
+            self._pinned = copies.keep_pinned()
 
-    def _publish(
-        self, temporary: Path, path: Path, files: dict[str, Any], run_state: dict[str, Any], best: bool
+    def _make(
+        self,
+        job: Job,
+        peers: Peers,
+        tensors: dict[str, torch.Tensor],
+        planner_for: Callable[[Disks], DiskPlanner],
     ) -> None:
-        write_durably(temporary / RUN_STATE, json.dumps(run_state, indent=1))
-        files = files | {name: _facts(temporary / name) for name in (RUN_STATE, ".metadata")}
-        manifest = {
-            "format": FORMAT,
-            "sequence": 1 + max(map(_sequence, self.complete()), default=0),
-            "torch": torch.__version__,
-            "ranks": self.peers.size,
-            "files": files,
-        }
-        write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1))
-        sync(temporary)
-        if fault := fault_of(temporary):
-            raise UserError(
-                f"{temporary} {fault}. Rank 0 does not see what the other ranks wrote: training.output_dir "
-                "has to be a folder that all nodes share."
-            )
-        if path.exists():  # the same step again, after a resume from an earlier one
-            replaced = path.with_name(f"{_TEMPORARY}{path.name}.replaced")
-            path.rename(replaced)
-            temporary.rename(path)
-            shutil.rmtree(replaced)
-        else:
-            temporary.rename(path)
-        sync(self.folder)
-        self._point(LATEST, path)
-        if best:
-            self._point(BEST, path)
-
-    def _point(self, name: str, path: Path) -> None:
-        pointer = self.folder / f"{_TEMPORARY}{name}"
-        write_durably(pointer, path.name + "\n")
-        pointer.replace(self.folder / name)
-        sync(self.folder)
-
-    def _retain(self, newest: Path) -> None:
-        """Remove what the limit no longer keeps: the newest ones, and beside them the best one.
-
-        A failure costs space and nothing else, so it only warns.
-        """
-        if self.limit is None:
-            return
-        best = self.best()
-        others = [path for path in self.complete() if path not in (newest, best)]
-        kept = self.limit - (newest != best)
-        for path in others[: max(len(others) - kept, 0)]:
-            logger.info("Removing old checkpoint: %s", path)
-            try:
-                # Out of its name first: a removal cut short leaves nothing that looks like a checkpoint.
-                doomed = path.with_name(f"{_TEMPORARY}{path.name}.removed")
-                path.rename(doomed)
-                shutil.rmtree(doomed)
-            except OSError as error:
-                logger.warning("cannot remove %s: %s", path, error)
+        """Write, publish, retain. Every rank calls it, at once or each in its thread."""
+        temporary = job.temporary
+        disks = None
+        try:
+            disks = self._find_disks(peers)
+            disks.each(job.what, lambda: _make_way(temporary))
+            mine = write_tensors(tensors, temporary, planner_for(disks), peers, job.what)
+            publish_job(job, disks, peers.gather(mine))
+        except BaseException:
+            if disks is not None and disks.leads:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if disks.leads and self.limit is not None:
+            retain(self.folder, self.limit)
 
 
-def fault_of(path: Path) -> str | None:
-    """Why ``path`` is not a complete checkpoint of ours (by its manifest and file sizes); None when it is."""
-    if not path.is_dir():
-        return "does not exist"
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        written = {str(name): int(facts["bytes"]) for name, facts in manifest["files"].items()}
-        form = manifest["format"]
-    except FileNotFoundError:
-        return f"is not a complete checkpoint: it has no {MANIFEST}"
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        return f"is not a complete checkpoint: its {MANIFEST} cannot be read ({error})"
-    if form != FORMAT:
-        return f"has format {form}; this program reads {FORMAT}"
-    for name, wanted in written.items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != wanted:
-            found = "is missing" if size is None else f"has {size} bytes"
-            return f"is damaged: {name} {found}, {wanted} were written"
-    return None
+def tell_incomplete(folder: Path) -> None:
+    for path in named(folder):
+        if fault := fault_of(path):
+            logger.warning("passing over %s: it %s", path, fault)
 
 
-def _sequence(path: Path) -> int:
-    """The place of a complete checkpoint among the saves of its folder."""
-    return int(json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("sequence", 0))
+def _by_sequence(one: tuple[int, str]) -> tuple[int, int]:
+    return one[0], step_of(Path(one[1])) or 0
 
 
-def _causes(error: dcp.api.CheckpointException) -> str:
-    """What went wrong, once per rank that failed; DCP tells every rank of all of them."""
-    failures = sorted(error.failures.items())
-    lines = {
-        f"{cause}".strip().partition("\n")[0] or type(cause).__name__: rank for rank, (cause, _) in failures
-    }
-    return "; ".join(f"rank {rank}: {line}" for line, rank in lines.items())
-
-
-def _verify(path: Path, peers: Peers) -> dict[str, Any]:
-    """Sizes of all files, hashes of this rank's share of them; the run state."""
-    if fault := fault_of(path):
-        raise UserError(f"{path} {fault}")
-    files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    for name in sorted(files)[peers.rank :: peers.size]:
-        if _facts(path / name)["sha256"] != files[name]["sha256"]:
-            raise UserError(f"{path} is damaged: the content of {name} has changed since it was written")
-    return json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
-
-
-def _saved_tensors(path: Path) -> dict[str, Any]:
-    """(shape, dtype) by key; `read_metadata` lets nothing but tensors through."""
-    entries: Any = read_metadata(path).state_dict_metadata
-    return {key: (tuple(entry.size), entry.properties.dtype) for key, entry in entries.items()}
-
-
-def _compare(path: Path, wanted: dict[str, Any], held: dict[str, Any]) -> None:
-    missing, foreign = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
-    other = sorted(key for key in wanted.keys() & held.keys() if wanted[key] != held[key])
-    faults = [
-        f"{len(keys)} {what} (such as {keys[0]})"
-        for keys, what in (
-            (missing, "missing"),
-            (foreign, "unknown to it"),
-            (other, "of another shape or dtype"),
-        )
-        if keys
-    ]
-    if faults:
-        raise UserError(f"{path} was written by another model or set-up: tensors {', '.join(faults)}")
-
-
-def _hash_own_files(folder: Path, rank: int) -> dict[str, Any]:
-    return {path.name: _facts(path) for path in sorted(folder.glob(f"__{rank}_*.distcp"))}
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def _make_way(temporary: Path) -> None:
+    clean(temporary.parent)
+    temporary.mkdir()

@@ -4,7 +4,6 @@ do.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.checkpoints import Bomb, reseal
 from support.models import write_tiny_model
 from support.training import Recipe, build_step, make_rows, micro_batches_of, whole
 
@@ -147,23 +147,12 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor(ranks, tmp_path):
     assert "another model" in message and "mlp" in message
 
 
-class Bomb:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
 def test_a_hostile_metadata_file_runs_nothing(ranks, tmp_path):
     folder = write_tiny_model(tmp_path / "m", "qwen3")
     ranks.run(1, save_with_limit, folder, tmp_path, None, [1])
     path, marker = tmp_path / "checkpoints" / "global_step_1", tmp_path / "marker"
     (path / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
-    manifest = json.loads((path / "manifest.json").read_text())
-    data = (path / ".metadata").read_bytes()
-    manifest["files"][".metadata"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    reseal(path)
     message = ranks.run(1, message_of_load, folder, path)[0]
     assert "mkdir" in message and not marker.exists()
 
@@ -175,10 +164,7 @@ def test_a_hostile_tensor_file_runs_nothing(ranks, tmp_path):
     victim = next(path.glob("*.distcp"))
     bomb = pickle.dumps(Bomb(marker), protocol=2)
     victim.write_bytes(bomb * (victim.stat().st_size // len(bomb)))
-    manifest = json.loads((path / "manifest.json").read_text())
-    data = victim.read_bytes()
-    manifest["files"][victim.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    reseal(path)
     for message in ranks.run(2, message_of_load, folder, path):
         assert message is not None and "rank" in message
     assert not marker.exists()

@@ -1,0 +1,139 @@
+"""The folder that a run's checkpoints lie in: names, order, pointers, and what a killed save leaves behind.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+from pathlib import Path
+
+from shardyard.checkpoint.manifest import fault_of, sequence_of
+from shardyard.durable import sync, write_durably
+
+logger = logging.getLogger("shardyard.checkpoint")
+
+LATEST, BEST = "latest", "best"
+_NAME = re.compile(r"global_step_([0-9]+)")
+_TEMPORARY = ".tmp-global_step_"
+_REPLACED = ".replaced"
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"global_step_{step}"
+
+
+def temporary_path(folder: Path, name: object) -> Path:
+    """Where something is made that is not yet, or no longer, a checkpoint."""
+    return folder / f"{_TEMPORARY}{name}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name tells; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match and len(match[1]) < 20 else None
+
+
+def named(folder: Path) -> list[Path]:
+    """What is called a checkpoint, complete or not, by step."""
+    found = folder.glob("global_step_*") if folder.is_dir() else ()
+    steps = [(step, path.name, path) for path in found if (step := step_of(path)) is not None]
+    return [path for _, _, path in sorted(steps)]
+
+
+def complete(folder: Path) -> list[Path]:
+    """Complete checkpoints in the order in which they were saved: by sequence, then by step."""
+    whole = [path for path in named(folder) if fault_of(path) is None]
+    return sorted(whole, key=lambda path: (sequence_of(path), step_of(path), path.name))
+
+
+def next_sequence(folder: Path) -> int:
+    return 1 + max(map(sequence_of, complete(folder)), default=0)
+
+
+def pointed(folder: Path, name: str) -> Path | None:
+    """The complete checkpoint that the pointer ``latest`` or ``best`` names."""
+    try:
+        target = (folder / name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    path = folder / target
+    return path if _NAME.fullmatch(target) and fault_of(path) is None else None
+
+
+def point(folder: Path, name: str, path: Path) -> None:
+    """Make the pointer ``name`` name ``path``, at once or not at all."""
+    pointer = write_pointer(folder, name, path)
+    pointer.replace(folder / name)
+    sync(folder)
+
+
+def write_pointer(folder: Path, name: str, path: Path) -> Path:
+    """A pointer under a temporary name: what can fail for want of space fails here."""
+    pointer = temporary_path(folder, name)
+    write_durably(pointer, path.name + "\n")
+    return pointer
+
+
+def publish(temporary: Path, path: Path, pointers: list[str]) -> None:
+    """Give a finished folder its name, durably, and point to it. One of that name before goes."""
+    folder = path.parent
+    written = {name: write_pointer(folder, name, path) for name in pointers}
+    replaced = temporary_path(folder, f"{path.name}{_REPLACED}")
+    if path.exists() or path.is_symlink():  # the same step again, after a resume from an earlier one
+        path.rename(replaced)
+    temporary.rename(path)
+    sync(folder)
+    for name, pointer in written.items():
+        pointer.replace(folder / name)
+    sync(folder)
+    remove(replaced)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, out of its name first: a removal cut short leaves nothing that looks like one.
+
+    Of a link the link alone goes.
+    """
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        doomed = path
+        if not path.name.startswith(_TEMPORARY):
+            doomed = temporary_path(path.parent, f"{path.name}.removed")
+            path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What a save or a removal that was cut short has left under temporary names."""
+    return sorted(folder.glob(f"{_TEMPORARY}*")) if folder.is_dir() else []
+
+
+def age_s(path: Path) -> float:
+    """Seconds since anything in it was last written, by this machine's clock."""
+    times = [found.lstat().st_mtime for found in (path, *path.rglob("*"))]
+    return time.time() - max(times)
+
+
+def clean(folder: Path) -> None:
+    """Remove leftovers, and give back its name to a checkpoint that was about to be replaced by a new one.
+
+    One process of a disk calls it, while nobody saves there. What cannot be removed is said.
+    """
+    for path in leftovers(folder):
+        try:
+            name = path.name.removeprefix(_TEMPORARY)
+            home = folder / name.removesuffix(_REPLACED)
+            if name.endswith(_REPLACED) and step_of(home) is not None and not home.exists():
+                path.rename(home)
+                logger.info("restored %s, whose replacement was not complete", home)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("cannot remove %s, which a save has left behind: %s", path, error)
