@@ -13,7 +13,7 @@ from shardyard.errors import UserError
 DEFAULT_PORT = 29500
 _NAMES = {
     "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port",
-    "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts",
+    "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "grace_seconds",
 }  # fmt: skip
 
 
@@ -33,6 +33,8 @@ class Launch:
     name: str = "shardyard"
     """Tells runs apart that meet at one address and port."""
     max_restarts: int = 0
+    grace_seconds: int = 30
+    """From asking the ranks to end to killing them; torchrun's own is as long."""
 
     @property
     def endpoint(self) -> str:
@@ -58,6 +60,7 @@ def take_launch(words: list[str], environ: Mapping[str, str] | None = None) -> L
         nproc_per_node=_number(found, "nproc_per_node", 1),
         nnodes=nnodes,
         max_restarts=_number(found, "max_restarts", 0) or 0,
+        grace_seconds=_number(found, "grace_seconds", 1) or Launch.grace_seconds,
     )
     if any(name.startswith("rdzv") for name in found):
         return _by_rendezvous(found, launch)

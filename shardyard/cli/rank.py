@@ -23,7 +23,7 @@ from typing import NoReturn
 from shardyard.cli import slurm
 from shardyard.errors import UserError
 
-_EXIT_FAULT, _EXIT_USER_ERROR = 1, 2
+_EXIT_FAULT, _EXIT_USER_ERROR, _EXIT_SAVED = 1, 2, 75
 _LAUNCHER_SECONDS = 10.0
 """How long a rank that lost another one leaves the word to the launcher."""
 _PARENT_POLL_SECONDS = 1.0
@@ -40,9 +40,8 @@ _LOST_CONTACT_WORDS = (
 def run_rank(argv: Sequence[str]) -> int:
     """Train in this process as one rank; ``argv`` is the YAML and the overrides.
 
-    The process ends here: with exit code 0 when the run is complete, 2 for the user's mistake, 130 for
-    Ctrl-C and 1
-    for everything else.
+    The process ends here: with exit code 0 when the run is complete, 75 when it was asked to stop and has
+    saved, 2 for the user's mistake, 130 for Ctrl-C and 1 for everything else.
     """
     return guard(lambda: _train(argv))
 
@@ -110,6 +109,8 @@ def _fault(error: BaseException) -> tuple[str, str]:
         _let_rank_0_speak()
         return f"{head}: {error}", str(error)
     if _lost_contact(error):
+        if _was_asked_to_stop():  # the launcher is ending this rank: there is nothing to wait for
+            return "", ""
         cause = f"{LOST_CONTACT}{where}: {_who_is_gone() or cause}"
         return f"{head} {cause}", cause
     trace = "".join(traceback.format_exception(error)).rstrip()
@@ -140,6 +141,11 @@ def _let_first_rank_here_speak() -> None:
     time.sleep(0.5 * int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def _was_asked_to_stop() -> bool:
+    module = sys.modules.get("shardyard.device.stop_signal")
+    return module is not None and module.stop_asked() is not None
+
+
 def _is_on_every_rank(error: BaseException) -> bool:
     return bool(getattr(error, "on_every_rank", False))
 
@@ -156,7 +162,7 @@ def _leave(code: int, text: str, cause: str = "") -> NoReturn:
     """End this process now, without tear-down or exit handlers that could wait for another rank."""
     if cause:
         _tell_launcher(cause)
-    if code:
+    if code not in (0, _EXIT_SAVED):
         _tell_other_machines(cause)
     logging.shutdown()
     sys.stdout.flush()

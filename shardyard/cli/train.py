@@ -9,10 +9,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardyard.cli.launch import Launch, take_launch
 from shardyard.cli.rank import LOST_CONTACT
+from shardyard.cli.smoke import smoke
 from shardyard.config import layout_on, load_config
 from shardyard.errors import UserError
 
@@ -23,14 +25,20 @@ if TYPE_CHECKING:
     from shardyard.cli.meeting import Start
 
 TRAIN_HELP = """\
-usage: shardyard train FILE [overrides] [--nproc-per-node N] [--max-restarts N]
+usage: shardyard train FILE [overrides] [--smoke] [--nproc-per-node N] [--max-restarts N]
+                       [--grace-seconds S]
                        [--nnodes M --node-rank R --master-addr A [--master-port P]]
                        [--nnodes M --rdzv-endpoint HOST:PORT [--rdzv-id NAME]]
 
 Trains as FILE says; overrides are written --section.key value or section.key=value.
+  --smoke             try it first: few rows, two steps, a save, a resume and an export beside output_dir, then a
+                      verdict; nothing is left behind
   --nproc-per-node N  ranks on this machine (default: one per accelerator; one on a CPU)
   --max-restarts N    after a fault, start all ranks again up to N times (default 0); the run goes on from its
                       last checkpoint
+  --grace-seconds S   at SIGTERM or SIGUSR1 the ranks have S seconds to finish their step and save, then they
+  are
+                      killed (default 30); exit code 75 says that they have saved
   --nnodes M          machines in the run (default 1); start this command on each of them
   --node-rank R       the number of this machine, from 0
   --master-addr A     a name or address of machine 0 that all of them reach
@@ -42,8 +50,8 @@ torchrun with train_fsdp2.py does the same, and so does srun with one task per r
 """
 
 RANK_COMMAND = (sys.executable, "-u", "-m", "shardyard.cli.rank")
-_SHUTDOWN_SECONDS = 20
-"""From asking a rank to end to killing it: with the rest of an end well below a minute."""
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""What the launcher hands on to the ranks before it ends."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class _End:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Run the verb and return its exit code: 0, 1 for a fault in a rank, 2 for the user's mistake.
+    """Run the verb and return its exit code: 0, 1 for a fault in a rank, 2 for the user's mistake, 75 when
+    the run was asked to stop and has saved.
 
     Raises:
         UserError: the configuration or the launch is wrong; nothing was started.
@@ -64,7 +73,7 @@ def train(argv: Sequence[str]) -> int:
     if {"-h", "--help"}.intersection(argv):
         print(TRAIN_HELP, end="")
         return 0
-    words = list(argv)
+    words = [word for word in argv if word != "--smoke"]
     launch = take_launch(words)
     loaded = load_config(words)
     if launch.nproc_per_node is not None:  # before torch is imported: the answer comes at once
@@ -73,6 +82,8 @@ def train(argv: Sequence[str]) -> int:
     layout_on(loaded, ranks * launch.nnodes)
     if launch.nnodes > 1 and launch.node_rank:  # else the log says it soon enough
         print(f"{ranks} rank(s) of node {launch.node_rank} start; the log of the run is node 0's", flush=True)
+    if "--smoke" in argv:
+        return smoke(loaded, words, ranks, launch)
     return start_ranks([*RANK_COMMAND, *words], ranks, launch)
 
 
@@ -95,8 +106,8 @@ def local_rank_count(wanted: int | None) -> int:
 def start_ranks(command: Sequence[str], ranks: int, launch: Launch) -> int:
     """Run ``command`` in ``ranks`` processes on this machine, wait for all, and return the exit code.
 
-    When one rank fails, the others are ended within ``_SHUTDOWN_SECONDS`` and a summary names it on stderr;
-    ``launch.max_restarts`` times all are started again, unless the user must mend something first.
+    When one rank fails, the others are ended within ``launch.grace_seconds`` and a summary names it on
+    stderr; ``launch.max_restarts`` times all are started again, unless the user must mend something first.
 
     Raises:
         UserError: the machines did not meet.
@@ -136,27 +147,41 @@ def _run_once(command: Sequence[str], config: LaunchConfig, start: Start, world_
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    from shardyard.device import restart
+    from shardyard.device import EXIT_SAVED, restart, stop_signal
 
-    os.environ |= {
-        restart.START: str(start.number),
-        restart.LAUNCHED: str(start.launched),
-    }  # ranks inherit it
     with tempfile.TemporaryDirectory(prefix="shardyard-launch-") as log_dir:
+        saved = Path(log_dir, "saved-step")
+        os.environ |= {
+            restart.START: str(start.number),
+            restart.LAUNCHED: str(start.launched),
+            stop_signal.SAVED_FILE: str(saved),
+        }  # ranks inherit it
         config.logs_specs = DefaultLogsSpecs(log_dir=log_dir)
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             rank, failure = _first_failure(error)
+            if failure.exitcode == EXIT_SAVED:
+                return _End(EXIT_SAVED, _saved_line(saved, "a signal"))
             if failure.exitcode == 2 and _cause(failure):
                 return _End(2)  # the user's mistake, which that rank has told
             others = "; the other ranks were ended" if world_size > 1 else ""
             return _End(1, _summary(rank, failure) + others, may_restart=True)
         except SignalException as stop:
+            if saved.exists():
+                return _End(EXIT_SAVED, _saved_line(saved, stop.sigval.name))
             return _End(128 + stop.sigval, f"stopped by {stop.sigval.name}; all ranks have ended")
         except (RendezvousError, DistError) as error:
             return _End(1, f"training stopped: another machine is gone: {error}", may_restart=True)
     return _End(0)
+
+
+def _saved_line(saved: Path, signal_name: str) -> str:
+    step = f" step {saved.read_text()}" if saved.exists() else ""
+    return (
+        f"stopped by {signal_name}; the run has saved{step}, go on with "
+        "training.resume_from_checkpoint: latest"
+    )
 
 
 def _launch_config(ranks: int, launch: Launch, start: Start) -> LaunchConfig:
@@ -185,7 +210,8 @@ def _launch_config(ranks: int, launch: Launch, start: Start) -> LaunchConfig:
         run_id=f"{re.sub(r'[^A-Za-z0-9_]', '-', launch.name)}-{start.number}",  # names a folder too
         role="rank",
         max_restarts=0,
-        shutdown_timeout=_SHUTDOWN_SECONDS,
+        shutdown_timeout=launch.grace_seconds,
+        signals_to_handle=_SIGNALS,
         **meeting,
     )
 

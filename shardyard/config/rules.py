@@ -128,6 +128,7 @@ def _check_run(checked: Checked) -> None:
             ("training.min_lr", "training.lr"),
             f"training.min_lr {training.min_lr:g} is above training.lr {training.lr:g}; lower it",
         )
+    _check_saving(checked)
     resume = training.resume_from_checkpoint
     if training.overwrite_output_dir and resume is not None:
         inside = os.path.realpath(resume).startswith(os.path.realpath(training.output_dir) + os.sep)
@@ -137,6 +138,17 @@ def _check_run(checked: Checked) -> None:
                 "training.overwrite_output_dir would move away the run that training.resume_from_checkpoint "
                 "goes on from; keep one",
             )
+
+
+def _check_saving(checked: Checked) -> None:
+    training = checked.config.training
+    every, saves = training.export_steps, training.save_steps
+    if every and (saves <= 0 or every % saves):
+        checked.fault(
+            ("training.export_steps", "training.save_steps"),
+            f"training.export_steps {every} is no multiple of training.save_steps {saves}, and an export "
+            "stands beside a checkpoint; make it one, or set it to 0",
+        )
 
 
 def _check_operators(checked: Checked) -> None:
@@ -213,6 +225,16 @@ _NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = 
         lambda config: config.training.lr_scheduler_type == "constant",
         "training.lr_scheduler_type is constant",
         ("training.min_lr",),
+    ),
+    (
+        lambda config: not config.training.save_hf_weights and not config.training.export_steps,
+        "nothing is exported (training.save_hf_weights, training.export_steps)",
+        ("training.export_dtype",),
+    ),
+    (
+        lambda config: config.training.resume_from_checkpoint is None,
+        "training.resume_from_checkpoint is null",
+        ("training.resume_force",),
     ),
     (
         lambda config: not config.data.streaming,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardyard.checkpoint import CheckpointStore, check_exportable, export_dtype, export_hf
+from shardyard.checkpoint import CheckpointStore, check_exportable
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, layout_of
 from shardyard.config.resolved import format_table
@@ -19,18 +20,26 @@ from shardyard.data.build import RunData, build_run_data
 from shardyard.data.leader import Role
 from shardyard.data.sampler import Sampler
 from shardyard.data.templates import build_template
-from shardyard.data.templates.exported import template_for_export
 from shardyard.data.tokenizer import load_tokenizer
-from shardyard.device import Device, ProcessGroup, detect_device, local_ranks, start_process_group
+from shardyard.device import (
+    EXIT_SAVED,
+    Device,
+    ProcessGroup,
+    detect_device,
+    local_ranks,
+    start_process_group,
+)
 from shardyard.errors import UserError
 from shardyard.models import BuiltModel, Placement, build_model, load_model_config, resolve_source
 from shardyard.models.table import startup_table
 from shardyard.monitor import Monitor, log_run_start
 from shardyard.optim import Schedule, build_optimizer
 from shardyard.parallel import Meshes, RoutingOptions, build_meshes, build_routing
+from shardyard.train.differences import RunFacts, check_schedule
 from shardyard.train.evaluation import Evaluator
-from shardyard.train.resume import restore, training_settings
-from shardyard.train.run_folder import claim_output_dir, look_at_output_dir
+from shardyard.train.exporting import Exporter
+from shardyard.train.resume import restore
+from shardyard.train.run_folder import claim_output_dir, look_at_output_dir, nothing_left
 from shardyard.train.same_settings import refuse_different_settings
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
@@ -39,7 +48,7 @@ logger = logging.getLogger("shardyard.train")
 
 
 def run(loaded: Loaded, *, observe: Observer | None = None) -> int:
-    """Train as ``loaded.config`` says; 0 when the run is complete.
+    """Train as ``loaded.config`` says; 0 when the run is complete, 75 when a signal stopped it after a save.
 
     ``observe`` is called on each rank before the first step, with None, and after each step with its record.
 
@@ -50,15 +59,15 @@ def run(loaded: Loaded, *, observe: Observer | None = None) -> int:
     device = detect_device()
     group = start_process_group(device)
     try:
-        _train(loaded, device, group, observe)
+        code = _train(loaded, device, group, observe)
     except UserError:
         group.leave_together()
         raise
     group.stop()
-    return 0
+    return code
 
 
-def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observer | None) -> None:
+def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observer | None) -> int:
     started = time.perf_counter()
     config = loaded.config
     refuse_different_settings(config, group)
@@ -69,6 +78,9 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     # One rank looks at the run folder and says what it found; it is written to when all else is known to be
     # right.
     resume_from = _agree(group, "output_dir", lambda: look_at_output_dir(config))
+    if _agree(group, "complete", lambda: nothing_left(config, resume_from, group.world_size)):
+        logger.info("nothing to do: %s is the end of this run, and its model is exported", resume_from)
+        return 0
 
     logger.info("> Building Tokenizer...")
     source = resolve_source(config.model, fetch_first=lambda fetch: _agree_on_node(group, "model", fetch))
@@ -88,20 +100,23 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     built.model.routing = build_routing([built.model], meshes, options)
     logger.info("> Building Optimizer...")
     optimizer = build_optimizer(built.model, config.training)
-    dtype = export_dtype(built.model, _source_of(config, built))
-    _log_lines(startup_table(built, meshes, group, optimizer, dtype))
+    exporter = Exporter(config, built, tokenizer)
+    _log_lines(startup_table(built, meshes, group, optimizer, exporter.dtype))
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
-    trainer = _assemble(loaded, data, built, optimizer, meshes, device, group, resume_from, tokenizer)
+    trainer = _assemble(loaded, data, built, optimizer, meshes, device, group, resume_from, exporter)
     trainer.observe = observe
     state = trainer.train()
     if data.stream is not None:
         _log_lines(["what the stream has read, in whole windows:", *data.stream.store.report().lines()])
     data.close()
-    if config.training.save_hf_weights:
-        _export(config, built, tokenizer)
     trainer.monitor.close()
+    if trainer.interrupted is not None:
+        return EXIT_SAVED
+    if config.training.save_hf_weights:
+        exporter.finish(state.step, is_main=group.is_main)
     logger.info("Training completed in %.2fs (%d steps)", time.perf_counter() - started, state.step)
+    return 0
 
 
 def _assemble(
@@ -113,23 +128,25 @@ def _assemble(
     device: Device,
     group: ProcessGroup,
     resume_from: str,
-    tokenizer: Any,
+    exporter: Exporter,
 ) -> Trainer:
     config, training = loaded.config, loaded.config.training
     sampler = data.sampler
     logger.info("> Building Checkpointer...")
     store = CheckpointStore(Path(training.output_dir), save_total_limit=training.save_total_limit)
-    settings = {
-        "global_batch": sampler.global_batch,
-        "ranks": group.world_size,
-        "layout": str(meshes.layout),
-        "data.cross_document_attention": data.merge_packs,
-        **training_settings(training),
-    }
-    state = restore(store, resume_from, built, optimizer, data.identity, settings)
-    if training.save_hf_weights:
-        check_exportable(built.model, source_dir=_source_of(config, built), tokenizer=tokenizer)
+    facts = RunFacts.of(
+        config, global_batch=sampler.global_batch, ranks=group.world_size, layout=str(meshes.layout)
+    )
+    force = training.resume_force
+    state, before = restore(store, resume_from, built, optimizer, data.identity, facts, force=force)
+    if training.save_hf_weights or training.export_steps:
+        check_exportable(built.model, source_dir=exporter.source_dir, tokenizer=exporter.tokenizer)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
+    if before is not None:
+        check_schedule(before, facts, schedule, state.step, force=force)
+        if state.step >= schedule.total:
+            logger.info("nothing is left to train: all %d steps are done", state.step)
+    facts = replace(facts, schedule=asdict(schedule))
     step = TrainStep(
         built.model, optimizer, group, device, meshes=meshes, max_grad_norm=training.max_grad_norm,
         on_nonfinite=training.on_nonfinite, packed=built.unpacked is None, seed=training.seed,
@@ -165,8 +182,10 @@ def _assemble(
         training,
         sampler,
         state,
-        settings,
+        asdict(facts),
         saved_at=state.step,
+        assets=exporter.write_assets,
+        export=exporter.into,
         evaluator=evaluator,
     )
 
@@ -263,30 +282,8 @@ def _check_fit(data: RunData, config: Any) -> None:
     logger.warning("%s; rotary positions go on beyond that, but were not trained there", too_long)
 
 
-def _source_of(config: Config, built: BuiltModel) -> Path | None:
-    return None if config.model.train_from_scratch else built.source
-
-
 def _named_template(config: Config) -> str | None:
     return config.data.template if config.data.data_manager_type == "lf" else None
-
-
-def _export(config: Config, built: BuiltModel, tokenizer: Any) -> None:
-    output_dir = config.training.output_dir
-    report = export_hf(
-        built.model,
-        out_dir=Path(output_dir),
-        source_dir=_source_of(config, built),
-        tokenizer=tokenizer,
-        chat_template=template_for_export(
-            tokenizer,
-            _named_template(config),
-            enable_thinking=config.data.enable_thinking,
-            default_system=config.data.default_system,
-            tool_format=config.data.tool_format,
-        ),
-    )
-    logger.info("Huggingface checkpoint saved at %s successfully! (%s)", output_dir, report)
 
 
 def _agree(group: ProcessGroup, what: str, work: Callable[[], str]) -> str:

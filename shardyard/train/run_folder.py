@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -11,6 +12,8 @@ from shardyard.checkpoint import CheckpointStore, check_output_dir, prepare_outp
 from shardyard.config import Config, Loaded
 from shardyard.config.resolved import dump_yaml
 from shardyard.device import restarted_since
+from shardyard.train.differences import RunFacts, changes_the_length
+from shardyard.train.exporting import is_exported
 
 logger = logging.getLogger("shardyard.train")
 _CLAIM = "resolved_config.yaml"
@@ -44,6 +47,22 @@ def _claimed_since(config: Config) -> float | None:
     """When this launch began, if an earlier start of it has already made the folder its own."""
     since, claim = restarted_since(), Path(config.training.output_dir, _CLAIM)
     return since if since is not None and claim.exists() and claim.stat().st_mtime >= since else None
+
+
+def nothing_left(config: Config, resume_from: str, ranks: int) -> str:
+    """ "yes" if the checkpoint ``resume_from`` ends the run that ``config`` asks for and its export is there;
+    else "". Nothing but JSON is read; whatever is not plain is left to the run itself.
+    """
+    if not resume_from:
+        return ""
+    state = json.loads(Path(resume_from, "run_state.json").read_text(encoding="utf-8"))
+    before, training = RunFacts.from_json(state.get("settings", {})), config.training
+    if before.schedule is None or before.ranks != ranks or state["step"] < before.schedule["total"]:
+        return ""
+    if changes_the_length(before, RunFacts.of(config)):
+        return ""
+    done = not training.save_hf_weights or is_exported(Path(training.output_dir), state["step"])
+    return "yes" if done else ""
 
 
 def _folder_facts(config: Config) -> dict[str, Any]:

@@ -6,8 +6,10 @@ micro-batches and ranks. It is normalised here and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +39,8 @@ class StepResult:
     """None for a model without experts."""
     skipped: str | None = None
     """Why the optimizer did not move; None when it did."""
+    notice: int = 0
+    """The bits that any rank had to tell at the end of the step."""
 
 
 class NonFiniteError(RuntimeError):
@@ -79,6 +83,8 @@ class TrainStep:
         self.model, self.optimizer, self.group, self.device = model, optimizer, group, device
         self.meshes, self.max_grad_norm, self.on_nonfinite = meshes, max_grad_norm, on_nonfinite
         self.packed, self.seed = packed, seed
+        self.notice: Callable[[], int] = _nothing_to_tell
+        """What this rank has to tell the others at the end of a step, as bits; it costs no collective."""
         self.routing = model.routing
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.tied = tied_partners(model)
@@ -168,12 +174,13 @@ class TrainStep:
         first_bad = -1 if bool(finite.all()) else int((~finite).int().argmax())
         square = owned_square_sum(self.owned)
         loss_sum = float(per_batch.sum()) if self.meshes.counts_loss else 0.0
-        rows = self.group.gather([loss_sum, square, first_bad, *self.device.peak_memory()])
+        rows = self.group.gather([loss_sum, square, first_bad, *self.device.peak_memory(), self.notice()])
         loss = float(rows[:, 0].sum()) / counts.labelled
         norm = math.sqrt(total) if (total := float(rows[:, 1].sum())) >= 0 else math.nan
         result = StepResult(
-            loss, norm, counts.labelled, counts.tokens, int(rows[:, 3].max()), int(rows[:, 4].max())
-        )
+            loss, norm, counts.labelled, counts.tokens, int(rows[:, 3].max()), int(rows[:, 4].max()),
+            notice=functools.reduce(operator.or_, rows[:, 5].int().tolist()),
+        )  # fmt: skip
         bad: dict[int, int | None] = {r: int(b) for r, b in enumerate(rows[:, 2].tolist()) if b >= 0}
         if not bad and not math.isfinite(norm):
             bad = {r: None for r, square in enumerate(rows[:, 1].tolist()) if not math.isfinite(square)}
@@ -221,6 +228,10 @@ def forward_parts(batch: MicroBatch, forwards: int, *, device: Device, packed: b
         "is_filler": True,
     }
     return parts + [padding] * (forwards - len(parts))
+
+
+def _nothing_to_tell() -> int:
+    return 0
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,25 @@ from shardyard.checkpoint import CheckpointStore
 from shardyard.config import TrainingConfig
 from shardyard.data.sampler import Sampler
 from shardyard.data.types import StepBatch
-from shardyard.device import ProcessGroup
+from shardyard.device import ProcessGroup, StopSignal, note_saved
+from shardyard.errors import UserError
 from shardyard.monitor import Monitor, StepRecord
 from shardyard.optim import Schedule
 from shardyard.train.evaluation import Evaluator
+from shardyard.train.saving import Saver
 from shardyard.train.state import RunState
 from shardyard.train.step import StepResult, TrainStep
 
 Observer = Callable[[StepRecord | None], None]
 
 logger = logging.getLogger("shardyard.train")
+_SAVE_FAILED, _STOP = 1, 2
+"""Bits of a rank's notice at the end of a step."""
+
+
+class _Closes:
+    def __init__(self, store: Any) -> None:
+        self.close = getattr(store, "close", lambda: None)
 
 
 @dataclass
@@ -42,31 +53,55 @@ class Trainer:
     """What a resumed run compares its own settings with."""
     saved_at: int = 0
     """The step of the newest checkpoint of this run."""
+    assets: Callable[[Path], None] | None = None
+    export: Callable[[Path], None] | None = None
+    """As `Saver` has them."""
     observe: Observer | None = None
     """Called with None before the first step and with the record of each step after it."""
     evaluator: Evaluator | None = None
     """None: the run has nothing to validate on."""
+
+    def __post_init__(self) -> None:
+        self.interrupted: signal.Signals | None = None
+        """The signal that stopped the run before its end; it has been saved then."""
+        self.saver = Saver(
+            self.store, self.training, self.sampler, self.step.model, self.step.optimizer, self.settings,
+            self.saved_at, self.assets, self.export,
+        )  # fmt: skip
 
     def train(self) -> RunState:
         """Run the updates that are left.
 
         Raises:
             NonFiniteError: a loss or gradient is NaN or Inf and ``training.on_nonfinite`` is stop.
+            UserError: a checkpoint cannot be written and ``training.on_save_error`` is stop.
         """
         self._tell(None)
-        self._begin_validation()
-        if not self._stops_early():
-            self._run_updates()
+        with (
+            StopSignal(enabled=self.training.save_on_signal) as self.stop_signal,
+            closing(_Closes(self.store)),
+        ):
+            self._begin_validation()
+            if not self._stops_early():
+                self._run_updates()
+            if self.interrupted is None:
+                self._conclude()
+            self.saver.settle()
+        return self.state
+
+    def _conclude(self) -> None:
+        """What stands at the end of a complete run."""
         if self.state.evaluated_step != self.state.step:
             self._validate()
-        if self._saves_at_all and self.saved_at != self.state.step:
-            self.save()
+        if self.saver.saves_at_all and self.saver.saved_at != self.state.step:
+            self.saver.save(self.state)
         if self.training.load_best_model_at_end:
+            self.saver.settle()
             self._load_best()
-        return self.state
 
     def _run_updates(self) -> None:
         started, first = time.perf_counter(), self.state.step + 1
+        self.step.notice = self._notice
         for batch in self.batches:
             number = self.state.step + 1
             lr = self.schedule.lr_at(number)
@@ -82,13 +117,39 @@ class Trainer:
             self._tell(record)
             if self._validation_is_due(batch):
                 self._validate()
-            if self._save_is_due(batch) and self.saved_at != self.state.step:
-                self.save()
+            if self.saver.is_due(self.state.step, batch):
+                self.saver.save(self.state)
+            if result.notice & _SAVE_FAILED:
+                self.saver.settle()
+            if result.notice & _STOP and self.state.step < self.schedule.total:
+                self._stop_on_signal()
+                return
             if self._stops_early():
                 self.monitor.end_early()
                 return
             # The next step's time includes the wait for its batch, but not this save or validation.
             started = time.perf_counter()
+
+    def _notice(self) -> int:
+        return _SAVE_FAILED * self.saver.has_failed | _STOP * (self.stop_signal.asked is not None)
+
+    def _stop_on_signal(self) -> None:
+        """Save what there is: the run is to be gone before whoever sent the signal kills it."""
+        self.interrupted = self.stop_signal.asked or signal.SIGTERM  # this rank's, or another's
+        if self.saver.saved_at != self.state.step:
+            self.saver.save(self.state)
+        self.saver.settle()
+        if self.saver.saved_at != self.state.step:
+            raise UserError(
+                f"stopped by {self.interrupted.name} in step {self.state.step}, which is not saved"
+            )
+        note_saved(self.state.step)
+        self.monitor.end_early()
+        logger.info(
+            "stopped by %s after step %d of %d, which is saved; go on with "
+            "training.resume_from_checkpoint: latest",
+            self.interrupted.name, self.state.step, self.schedule.total,
+        )  # fmt: skip
 
     def _tell(self, record: StepRecord | None) -> None:
         if self.observe is not None:
@@ -101,31 +162,6 @@ class Trainer:
             ids = [list(micro_batch.sample_ids) for micro_batch in batch.micro_batches]
             error.add_note(f"in step {number}, samples {ids} of this rank")
             raise
-
-    def save(self, *, best: bool = False) -> Path:
-        """Write a checkpoint of this step; every rank calls it."""
-        started = time.perf_counter()
-        optimizer = None if self.training.save_only_model else self.step.optimizer
-        path = self.store.save(
-            self.state.step,
-            model=self.step.model,
-            optimizer=optimizer,
-            run_state={**self.state.to_json(), "settings": self.settings},
-            best=best,
-        )
-        self.saved_at = self.state.step
-        logger.info("Saved checkpoint to %s (%.1f s)", path, time.perf_counter() - started)
-        return path
-
-    @property
-    def _saves_at_all(self) -> bool:
-        return self.training.save_steps > 0 or self.training.save_epochs > 0
-
-    def _save_is_due(self, batch: StepBatch) -> bool:
-        steps, epochs = self.training.save_steps, self.training.save_epochs
-        if steps > 0 and self.state.step % steps == 0:
-            return True
-        return epochs > 0 and self.sampler.ends_epoch(batch.end) and (batch.epoch + 1) % epochs == 0
 
     def _begin_validation(self) -> None:
         """What a resumed run takes over, or the validation before the first update."""
@@ -156,7 +192,7 @@ class Trainer:
         self.state = self.state.judged(result.total.loss, min_delta=min_delta)
         self.monitor.record_validation(self.state.step, result)
         if self.training.keep_best_checkpoint and self.state.best_step == self.state.step:
-            self.save(best=True)
+            self.saver.save(self.state, best=True)
 
     def _stops_early(self) -> bool:
         """Whether validations have gone without improvement for too long, which is then said."""
@@ -181,6 +217,8 @@ class Trainer:
             logger.warning("no validation had a finite loss: the last weights stand for the best ones")
         elif step == self.state.step:
             logger.info("the best weights are the last ones, of step %d", step)
+        elif not self.store.point_best(step):
+            logger.error("the best checkpoint, of step %d, is not there: the last weights stand for it", step)
         else:
             path = self.store.folder / f"global_step_{step}"
             self.store.load(path, model=self.step.model, optimizer=None)

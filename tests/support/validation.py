@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ def real_trainer(
     order = EpochOrder(len(rows), seed=training.seed, shuffle=True)
     sampler = ElasticSampler.of(training, order, dp_size=meshes.dp_size)
     store = CheckpointStore(out, save_total_limit=training.save_total_limit)
-    settings = {"global_batch": sampler.global_batch}
-    state = restore(store, training.resume_from_checkpoint or "", built, step.optimizer, "rows", settings)
+    facts = RunFacts(config={}, global_batch=sampler.global_batch)
+    state, _ = restore(store, training.resume_from_checkpoint or "", built, step.optimizer, "rows", facts)
     batches = BatchLoader(
         samples_of(rows), sampler, dp_rank=meshes.dp_rank, dp_size=meshes.dp_size,
         per_device=training.per_device_train_batch_size, start_cursor=state.cursor, start_step=state.step,
@@ -74,7 +74,7 @@ def real_trainer(
         evaluator = evaluator_of(built, step, meshes, sets, per_device)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
     return Trainer(
-        step, batches, schedule, monitor, store, step.group, training, sampler, state, settings,
+        step, batches, schedule, monitor, store, step.group, training, sampler, state, asdict(facts),
         saved_at=state.step, evaluator=evaluator,
     )  # fmt: skip
 
@@ -105,13 +105,30 @@ class RecordingStore:
     """As if the best checkpoint were not there."""
 
     def save(
-        self, step: int, *, model: Any, optimizer: Any, run_state: dict[str, Any], best: bool = False
+        self,
+        step: int,
+        *,
+        model: Any,
+        optimizer: Any,
+        run_state: dict[str, Any],
+        best: bool = False,
+        assets: Any = None,
+        wait: bool = True,
     ) -> Path:
         self.saved.append(step)
         self.states[step] = run_state
         if best:
             self.best.append(step)
         return self.folder / f"global_step_{step}"
+
+    def poll(self) -> str:
+        return "idle"
+
+    def wait(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
     def point_best(self, step: int | None) -> bool:
         return step is not None and not self.lost

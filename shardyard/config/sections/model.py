@@ -12,9 +12,10 @@ class ModelConfig(Section):
 
     model_name_or_path: str = setting(
         ...,
-        "A Hugging Face model folder, or the id of one on the hub; also a checkpoint folder `global_step_N` or "
-        "a Megatron-core folder, of which the weights are taken.",
-        "Hugging Face 模型目录或 hub 上的模型名；也可以是检查点目录 `global_step_N` 或 Megatron-core 目录（只取权重）。",
+        "A Hugging Face model folder, or the id of one on the hub; also a checkpoint folder `global_step_N` "
+        "or a Megatron-core folder, of which the weights are taken.",
+        "Hugging Face 模型目录或 hub 上的模型名；也可以是检查点目录 `global_step_N` 或 Megatron-core 目录，"
+        "此时只取其权重。",
         path=True,
     )
     model_id: str | None = setting(

@@ -119,7 +119,8 @@ class TrainingConfig(Section):
     )
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = setting(
         None,
-        "Floating-point type of the exported weights; null keeps each tensor's type in the model it came from.",
+        "Floating-point type of the exported weights; null keeps each tensor's type in the model it came "
+        "from.",
         "导出权重的浮点类型；null 表示沿用来源模型中各张量的类型。",
     )
     export_steps: int = setting(

@@ -1,0 +1,93 @@
+"""The exports of a run: beside its checkpoints, and the final one in the root of output_dir."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardyard.checkpoint import export_dtype, export_hf
+from shardyard.checkpoint.side_files import write_side_files
+from shardyard.config import Config
+from shardyard.data.templates.exported import template_for_export
+from shardyard.durable import write_durably
+from shardyard.models import BuiltModel
+
+logger = logging.getLogger("shardyard.train")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_EXPORTED = "exported"
+"""In the folder of checkpoints: the name of the checkpoint whose weights stand in the root of output_dir."""
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Writes the model of a run in Hugging Face format."""
+
+    config: Config
+    built: BuiltModel
+    tokenizer: Any
+
+    @property
+    def source_dir(self) -> Path | None:
+        """The model that the run began with; None for new weights."""
+        return None if self.config.model.train_from_scratch else self.built.source
+
+    @property
+    def save_dtype(self) -> torch.dtype | None:
+        return _DTYPES.get(self.config.training.export_dtype or "")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of most exported tensors."""
+        return self.save_dtype or export_dtype(self.built.model, self.source_dir)
+
+    @property
+    def chat_template(self) -> str | None:
+        data = self.config.data
+        template = data.template if data.data_manager_type == "lf" else None
+        return template_for_export(
+            self.tokenizer, template, enable_thinking=data.enable_thinking,
+            default_system=data.default_system, tool_format=data.tool_format,
+        )  # fmt: skip
+
+    def write_assets(self, folder: Path) -> None:
+        """What makes a model of weights: config, tokenizer, template, generation config; on one rank."""
+        write_side_files(
+            self.built.model, folder, self.source_dir, self.tokenizer, self.dtype, self.chat_template
+        )
+
+    def into(self, folder: Path) -> None:
+        """Export to ``folder``; every rank calls it.
+
+        Raises:
+            UserError: it cannot be written, or what was written differs from the model.
+        """
+        report = export_hf(
+            self.built.model,
+            out_dir=folder,
+            source_dir=self.source_dir,
+            tokenizer=self.tokenizer,
+            save_dtype=self.save_dtype,
+            chat_template=self.chat_template,
+        )
+        logger.info("Huggingface checkpoint saved at %s successfully! (%s)", folder, report)
+
+    def finish(self, step: int, *, is_main: bool) -> None:
+        """The final export, and word of it for a later start of the same run."""
+        output_dir = Path(self.config.training.output_dir)
+        self.into(output_dir)
+        checkpoints = output_dir / "checkpoints"
+        if is_main and checkpoints.is_dir():
+            write_durably(checkpoints / _EXPORTED, f"global_step_{step}\n")
+
+
+def is_exported(output_dir: Path, step: int) -> bool:
+    """Whether the weights of ``step`` stand in the root of ``output_dir``."""
+    try:
+        return (output_dir / "checkpoints" / _EXPORTED).read_text().strip() == f"global_step_{step}"
+    except FileNotFoundError:
+        return False

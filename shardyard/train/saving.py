@@ -1,0 +1,120 @@
+"""When a run saves and exports, and what becomes of it when it cannot."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardyard.checkpoint import CheckpointStore
+from shardyard.config import TrainingConfig
+from shardyard.data.sampler import Sampler
+from shardyard.data.types import StepBatch
+from shardyard.errors import UserError
+from shardyard.train.state import RunState
+
+logger = logging.getLogger("shardyard.train")
+
+
+@dataclass
+class Saver:
+    """The saves of a run. Every rank calls every method, at the same steps."""
+
+    store: CheckpointStore
+    training: TrainingConfig
+    sampler: Sampler
+    model: Any
+    optimizer: torch.optim.Optimizer
+    settings: dict[str, Any]
+    """What a resumed run compares its own settings with."""
+    saved_at: int
+    """The step of the newest save, or of the checkpoint that the run went on from."""
+    assets: Callable[[Path], None] | None = None
+    """Writes what a checkpoint needs besides weights to be used alone: config, tokenizer."""
+    export: Callable[[Path], None] | None = None
+    """Exports the model into a folder."""
+
+    @property
+    def saves_at_all(self) -> bool:
+        return self.training.save_steps > 0 or self.training.save_epochs > 0
+
+    def is_due(self, step: int, batch: StepBatch) -> bool:
+        """Whether ``step``, which ended ``batch``, is to be saved and is not yet."""
+        if self.saved_at == step:
+            return False
+        steps, epochs = self.training.save_steps, self.training.save_epochs
+        if steps > 0 and step % steps == 0:
+            return True
+        return epochs > 0 and self.sampler.ends_epoch(batch.end) and (batch.epoch + 1) % epochs == 0
+
+    def save(self, state: RunState, *, best: bool = False) -> bool:
+        """Write a checkpoint of ``state``, and its export if one is due. Whether it was written, or, with
+        ``save_async``, is being written.
+
+        Raises:
+            UserError: it cannot be written, and ``training.on_save_error`` is stop.
+        """
+        self.settle()
+        started = time.perf_counter()
+        in_background = self.training.save_async
+        try:
+            path = self.store.save(
+                state.step,
+                model=self.model,
+                optimizer=None if self.training.save_only_model else self.optimizer,
+                run_state={**state.to_json(), "settings": self.settings},
+                best=best,
+                **({"assets": self.assets} if self.assets else {}),
+                **({"wait": False} if in_background else {}),
+            )
+        except UserError as error:
+            self._failed(error)
+            return False
+        self.saved_at = state.step
+        elapsed = time.perf_counter() - started
+        if in_background:
+            logger.info("Saving checkpoint %s while training goes on (%.1f s to copy)", path, elapsed)
+        else:
+            logger.info("Saved checkpoint to %s (%.1f s)", path, elapsed)
+        return self._export(state.step, path)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save of this rank that ran beside the training has failed; asks nobody."""
+        return hasattr(self.store, "poll") and self.store.poll() == "failed"
+
+    def settle(self) -> None:
+        """Wait for a save that is under way.
+
+        Raises:
+            UserError: it failed, and ``training.on_save_error`` is stop.
+        """
+        try:
+            getattr(self.store, "wait", lambda: None)()
+        except UserError as error:
+            self._failed(error)
+
+    def _export(self, step: int, path: Path) -> bool:
+        every = self.training.export_steps
+        if self.export is None or not every or step % every:
+            return True
+        saved = self.saved_at
+        self.settle()  # an export stands beside a complete checkpoint
+        if self.saved_at != saved:
+            return False
+        try:
+            self.export(path / "hf")
+        except UserError as error:
+            self._failed(error)
+        return True
+
+    def _failed(self, error: UserError) -> None:
+        if self.training.on_save_error == "stop":
+            raise error
+        self.saved_at = -1  # whatever it was, it is not there
+        logger.error("%s. Training goes on (training.on_save_error: continue)", str(error).rstrip("."))
