@@ -168,15 +168,3 @@ def test_an_own_chat_template_stays_only_if_it_asks_as_training_did(
     question = [{"role": "user", "content": "Who?"}]
     asked = exported.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
     assert asked == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_bad_shard_is_found_when_it_is_written(tmp_path: Path) -> None:
-    """Not at the end, where all ranks would wait for the reading of all files."""
-    import torch
-
-    from shardyard.checkpoint.export import _ShardWriter
-
-    writer = _ShardWriter(tmp_path, shard_bytes=8)
-    writer.add("first", torch.tensor([1.0, math.nan]))
-    with pytest.raises(UserError, match="first holds NaN"):
-        writer.add("second", torch.zeros(2))
