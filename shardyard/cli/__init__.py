@@ -32,6 +32,9 @@ VERBS = {
     "preprocess": Verb(
         "shardyard.cli.preprocess", "preprocess", "tokenise files into Megatron's .bin and .idx"
     ),
+    "convert": Verb(
+        "shardyard.cli.convert", "convert", "turn weights into Hugging Face, DCP or Megatron-core form"
+    ),
     "schema": Verb("shardyard.cli.check", "schema", "print the JSON schema of the YAML file"),
     "env": Verb("shardyard.cli.env", "env", "print versions and devices, for bug reports"),
 }

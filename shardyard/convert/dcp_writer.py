@@ -1,0 +1,198 @@
+"""`Weights` into a DCP folder: a checkpoint of ours without optimizer, as training reads it.
+
+Tensors have their names in memory (``model.<name>``) and are made when they are written. The folder is spread
+over files of some GB, each written by one worker, so a conversion that is killed goes on with the next file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from shardyard.checkpoint.manifest import (
+    ASSETS,
+    METADATA,
+    RUN_STATE,
+    FileFacts,
+    Manifest,
+    facts_of,
+    write_manifest,
+)
+from shardyard.convert.journal import Journal, job_of
+from shardyard.convert.names import ModelNames, Unit
+from shardyard.convert.progress import ByteProgress
+from shardyard.convert.side_files import write_side_files
+from shardyard.convert.weights import Facts, Weights, config_of, size_of
+from shardyard.convert.workers import Advance, run_tasks
+from shardyard.durable import sync, write_durably
+
+PART_BYTES = 5_000_000_000
+_PREFIX = "model."
+
+
+class _Part(NamedTuple):
+    """One file of the folder."""
+
+    number: int
+    units: tuple[Unit, ...]
+
+    @property
+    def file(self) -> str:
+        return f"__{self.number}_0.distcp"
+
+    @property
+    def facts(self) -> dict[str, Facts]:
+        return {_PREFIX + name: facts for unit in self.units for name, facts in unit.results.items()}
+
+    @property
+    def size(self) -> int:
+        return sum(map(size_of, self.facts.values()))
+
+
+def write_dcp(
+    weights: Weights,
+    folder: Path,
+    *,
+    side_dir: Path | None = None,
+    part_bytes: float = PART_BYTES,
+    workers: int = 1,
+) -> list[str]:
+    """Write ``weights`` as a checkpoint with config.json and what stands beside it in ``side_dir``.
+
+    ``.metadata`` and the manifest, without which it is no checkpoint, come last.
+
+    Returns:
+        Names of tensors that transformers' model has no place for (heads of multi-token prediction): they are
+        not in the checkpoint.
+
+    Raises:
+        UserError: config.json's model wants other tensors, the folder holds something else, or cannot be
+            written.
+    """
+    names = ModelNames(weights.config, weights.folder)
+    units, dropped = names.units_to_memory(weights.facts)
+    places = {name: place for place, name in enumerate(weights.facts)}
+    units.sort(key=lambda unit: min(places[name] for name in unit.sources))
+    parts = list(_parts(units, part_bytes))
+    job = job_of(weights, folder, "dcp", shard_bytes=int(part_bytes), side_files=side_dir or weights.folder)
+    with Journal(folder, job) as journal:
+        _write_parts(weights, names, parts, journal, workers)
+        _write_metadata(parts, journal)
+        _write_rest(weights, side_dir or weights.folder, journal)
+        journal.complete()
+    return dropped
+
+
+def _parts(units: Sequence[Unit], part_bytes: float) -> Iterator[_Part]:
+    """Units in order, in files of at most ``part_bytes`` where one unit is not larger."""
+    pending: list[Unit] = []
+    filled = number = 0
+    for unit in units:
+        size = sum(map(size_of, unit.results.values()))
+        if pending and filled + size > part_bytes:
+            yield _Part(number, tuple(pending))
+            pending, filled, number = [], 0, number + 1
+        pending.append(unit)
+        filled += size
+    yield _Part(number, tuple(pending))
+
+
+def _write_parts(
+    weights: Weights, names: ModelNames, parts: Sequence[_Part], journal: Journal, workers: int
+) -> None:
+    left = [part for part in parts if part.file not in journal.finished]
+    total, open_ = (sum(part.size for part in some) for some in (parts, left))
+    with ByteProgress("writing", total, done=total - open_) as progress:
+        run_tasks(
+            left,
+            functools.partial(_write_part, weights, names, journal.folder),
+            workers=workers,
+            advance=progress.advance,
+            done=lambda part, facts: journal.record(part.file, **facts),
+        )
+
+
+def _write_part(
+    weights: Weights, names: ModelNames, folder: Path, part: _Part, advance: Advance
+) -> dict[str, Any]:
+    """Write one file; its hash, and where in it each tensor lies."""
+    planner = _LazyPlanner(weights, names, part, advance)
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+    written = writer.write_data(_plan(part), planner).wait()
+    return {
+        "sha256": facts_of(folder / part.file).sha256,
+        "places": {
+            result.index.fqn: [result.storage_data.offset, result.storage_data.length] for result in written
+        },
+    }
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Makes a tensor when it is written; of a unit with several results the others are kept until then."""
+
+    def __init__(self, weights: Weights, names: ModelNames, part: _Part, advance: Advance) -> None:
+        super().__init__()
+        self._weights, self._names, self._advance = weights, names, advance
+        self._unit_of = {_PREFIX + name: unit for unit in part.units for name in unit.results}
+        self._made: dict[str, torch.Tensor] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        key = write_item.index.fqn
+        if key not in self._made:
+            unit = self._unit_of[key]
+            made = self._names.to_memory({name: self._weights.read(name) for name in unit.sources})
+            self._made |= {_PREFIX + name: tensor for name, tensor in made.items()}
+        tensor = self._made.pop(key).contiguous()
+        self._advance(tensor.nbytes)
+        return tensor
+
+
+def _plan(part: _Part) -> SavePlan:
+    """What DCP would plan for a rank that holds these tensors whole."""
+    on_meta = {
+        key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in part.facts.items()
+    }
+    plan = create_default_local_save_plan(on_meta, is_coordinator=True)
+    return SavePlan(plan.items, storage_data=_StoragePrefix(f"__{part.number}_"))
+
+
+def _write_metadata(parts: Sequence[_Part], journal: Journal) -> None:
+    """DCP's own .metadata of all files."""
+    plans, metadata = create_default_global_save_plan([_plan(part) for part in parts])
+    results = [
+        [_result(item, part.file, journal.finished[part.file]["places"]) for item in plan.items]
+        for part, plan in zip(parts, plans, strict=True)
+    ]
+    FileSystemWriter(journal.folder, sync_files=True).finish(metadata, results)
+
+
+def _result(item: WriteItem, file: str, places: Mapping[str, Sequence[int]]) -> WriteResult:
+    offset, length = places[item.index.fqn]
+    return WriteResult(item.index, length, _StorageInfo(file, offset, length))
+
+
+def _write_rest(weights: Weights, side_dir: Path, journal: Journal) -> None:
+    """Side files, the run state of a run that has not begun, and the manifest of all files."""
+    folder = journal.folder
+    (folder / ASSETS).mkdir(exist_ok=True)
+    write_side_files(config_of(weights), side_dir, folder / ASSETS)
+    sync(folder / ASSETS)
+    write_durably(folder / RUN_STATE, json.dumps({"data_order": "", "step": 0}))
+    assets = sorted(path for path in (folder / ASSETS).rglob("*") if path.is_file())
+    small = [RUN_STATE, METADATA, *(str(path.relative_to(folder)) for path in assets)]
+    files = {name: facts_of(folder / name) for name in small}
+    files |= {name: FileFacts(facts["bytes"], facts["sha256"]) for name, facts in journal.finished.items()}
+    write_manifest(folder, Manifest(files, ranks=1, torch=torch.__version__))
