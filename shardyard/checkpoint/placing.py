@@ -104,6 +104,7 @@ def _replace(ready: Path, out_dir: Path) -> None:
     for path in sorted(_weights_in(out_dir)):
         if path.name not in new:
             path.unlink()
+    shutil.rmtree(ready)
     sync(out_dir)
 
 

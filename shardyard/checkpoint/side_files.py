@@ -32,21 +32,6 @@ def write_side_files(
     _write_generation_config(model, folder, source_dir, tokenizer)
 
 
-def write_assets(
-    model: Any,
-    folder: Path,
-    source_dir: Path | None,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    chat_template: str | None = None,
-) -> None:
-    """Make ``folder`` and put into it all that makes weights in ``dtype`` a model: what a checkpoint carries,
-    so that it can be exported later without the run's inputs. One rank calls it.
-    """
-    folder.mkdir()
-    write_side_files(model, folder, source_dir, tokenizer, dtype, chat_template)
-
-
 def _write_generation_config(model: Any, folder: Path, source_dir: Path | None, tokenizer: Any) -> None:
     """The source's own, with the token that ends a turn among its stop ids: training may have set another."""
     source = source_dir / "generation_config.json" if source_dir else None
