@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardyard.errors import UserError
-from shardyard.models.weight_files import Slices
+from shardyard.models.weight_files import Slices, cuts_of
 
 _KEY = "model.model_name_or_path"
 _SCALE = "_scale_inv"
@@ -59,10 +59,7 @@ class BlockFp8:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """The part that slices of step 1 (or ``...``) name, fp32."""
-        shape = list(self.get_shape())
-        given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
-        cuts = [slice(*part.indices(size)[:2]) for part, size in zip(given, shape, strict=False)]
-        cuts += [slice(0, size) for size in shape[len(cuts) :]]
+        cuts = cuts_of(index, self.get_shape())
         sizes = [max(cut.stop - cut.start, 0) for cut in cuts]
         if 0 in sizes:
             return torch.empty(sizes, dtype=torch.float32)
@@ -109,6 +106,4 @@ def _shape(tensor: Any) -> Sequence[int]:
 
 
 def _is_fp8(tensor: Any) -> bool:
-    if isinstance(tensor, torch.Tensor):
-        return tensor.dtype.is_floating_point and tensor.itemsize == 1
-    return str(tensor.get_dtype()).startswith("F8")
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1

@@ -1,12 +1,18 @@
 """The tensors in the weight files of a folder, by name, each read by the slice that a rank asks for.
 
-Nothing is read when a folder is opened but the headers of safetensors files (which are mapped) and the table
-of contents of torch's (which load as tensors only, so they cannot run code).
+Nothing is read when a folder is opened but the headers of safetensors files and the table of contents of
+torch's, which load as tensors only, so they cannot run code.
+
+Slices are read, not mapped. safetensors maps a file, and then Linux maps more than was touched (16 pages at
+least, since 6.16 up to 2 MiB), parameters can be views of a file that someone rewrites, and a file cut short
+ends the process; its reader without a mapping reads whole tensors for every slice of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -31,6 +37,12 @@ _PATTERNS = (
     "pytorch_model*.bin",
     "*.pt",
 )
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
 _OTHER_FILES = ("adapter_model", "optimizer", "scheduler", "rng_state", "training_args")
 
 
@@ -64,8 +76,11 @@ class WeightFiles:
         if path.suffix != ".safetensors":
             return _torch_file(path)
         try:
-            file: Any = self._open.enter_context(safe_open(path, framework="pt", backend="mmap"))
-            return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (no __iter__)
+            with safe_open(path, framework="pt"):  # checks the header against the file
+                pass
+            descriptor = os.open(path, os.O_RDONLY)
+            self._open.callback(os.close, descriptor)
+            return _safetensors_file(path, descriptor)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{_KEY}: {path} is no complete safetensors file: {error}") from error
 
@@ -80,6 +95,70 @@ class WeightFiles:
     def close(self) -> None:
         self.tensors.clear()
         self._open.close()
+
+
+class FileTensor:
+    """A tensor in a safetensors file; indexing it reads that part, run by run, into memory of its own."""
+
+    def __init__(
+        self, path: Path, descriptor: int, at: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self._path, self._descriptor, self._at = path, descriptor, at
+        self._shape, self.dtype = tuple(shape), dtype
+
+    def get_shape(self) -> Sequence[int]:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The part that slices of step 1 (or ``...``) name; OSError when the file ends before it."""
+        cuts = cuts_of(index, self._shape)
+        part = torch.empty([max(cut.stop - cut.start, 0) for cut in cuts], dtype=self.dtype)
+        if not part.numel():
+            return part
+        strides, run = [1] * len(cuts), 1
+        for dim in reversed(range(len(cuts) - 1)):
+            strides[dim] = strides[dim + 1] * self._shape[dim + 1]
+        outer = len(cuts)  # dimensions from here on lie in the file as they do in ``part``
+        while outer and run == strides[outer - 1]:
+            outer -= 1
+            run *= part.shape[outer]
+        first = sum(cut.start * stride for cut, stride in zip(cuts, strides, strict=True))
+        into = memoryview(part.reshape(-1).view(torch.uint8).numpy())
+        length = run * part.element_size()
+        for number, place in enumerate(itertools.product(*(range(size) for size in part.shape[:outer]))):
+            at = first + sum(step * stride for step, stride in zip(place, strides[:outer], strict=True))
+            self._read(into[number * length : (number + 1) * length], self._at + at * part.element_size())
+        return part
+
+    def _read(self, into: memoryview, at: int) -> None:
+        while len(into):
+            count = os.preadv(self._descriptor, [into], at)
+            if count == 0:
+                raise OSError(f"{self._path} ends at byte {at}, inside a tensor")
+            into, at = into[count:], at + count
+
+
+def cuts_of(index: Any, shape: Sequence[int]) -> list[slice]:
+    """One slice per dimension of ``shape``, with both ends, of an index of slices or ``...``."""
+    given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+    cuts = [slice(*part.indices(size)[:2]) for part, size in zip(given, shape, strict=False)]
+    return cuts + [slice(0, size) for size in shape[len(cuts) :]]
+
+
+def _safetensors_file(path: Path, descriptor: int) -> Mapping[str, FileTensor]:
+    """By the header: its length in 8 bytes, then JSON with dtype, shape and place of each tensor."""
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    with path.open("rb") as file:
+        file.seek(8)
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, facts in header.items():
+        if facts["dtype"] not in _DTYPES:
+            raise UserError(f"{_KEY}: {path}: {name} is {facts['dtype']}, a dtype that is not read here")
+        at = 8 + length + facts["data_offsets"][0]
+        found[name] = FileTensor(path, descriptor, at, facts["shape"], _DTYPES[facts["dtype"]])
+    return found
 
 
 def weight_files(folder: Path) -> list[Path]:
