@@ -46,11 +46,12 @@ class Space:
         """One more than the limit has to fit: an old one goes when the new one is complete."""
         if self.keep is None or self.room + self.held >= self.keep + 1:
             return None
-        lower = max(self.room + self.held - 1, 1)
+        fits = self.room + self.held - 1
+        lower = f", or set training.save_total_limit: {fits}" if 0 < fits < self.keep else ""
         return (
             f"{self.folder} has room for {self.room} more checkpoints of {in_bytes(self.size)}; "
             f"training.save_total_limit {self.keep} needs {self.keep + 1 - self.held}, as an old one goes "
-            f"only after the new one is complete. Free some space, or set training.save_total_limit: {lower}"
+            f"only after the new one is complete. Free some space{lower}"
         )
 
     def __str__(self) -> str:

@@ -46,7 +46,9 @@ def write_tensors(
     except dcp.api.CheckpointException as error:
         if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
             raise KeyboardInterrupt from error
-        raise UserError(f"{what}: {_full(folder)}{causes_of(error)}{_free(folder)}") from error
+        # Of the disk that failed, and in the same words on every rank.
+        space = peers.gather((_full(folder), _free(folder)))[min(error.failures)]
+        raise UserError(f"{what}: {space[0]}{causes_of(error)}{space[1]}") from error
     writer.share_metadata(peers, what)
     return writer.facts
 

@@ -12,17 +12,17 @@ from typing import Any
 def reseal(path: Path, **changes: Any) -> None:
     """Give ``manifest.json`` the sizes and hashes that the files have now, and make it pass for unchanged.
 
-    ``changes`` are set in it before. An attacker can do the same: the seal is against accidents.
+    ``changes`` are set in it after that. An attacker can do the same: the seal is against accidents.
     """
     from shardyard.checkpoint.manifest import sealed
 
-    held = json.loads((path / "manifest.json").read_text()) | changes
+    held = json.loads((path / "manifest.json").read_text())
     for name in held["files"]:
         if (path / name).is_file():
             data = (path / name).read_bytes()
             held["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     held.pop("sha256", None)
-    (path / "manifest.json").write_text(sealed(json.dumps(held | {"sha256": ""})))
+    (path / "manifest.json").write_text(sealed(json.dumps(held | changes | {"sha256": ""})))
 
 
 def files_of(path: Path) -> list[str]:
