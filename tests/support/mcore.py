@@ -41,7 +41,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v3": {**_LATENT, **_SHARED},
     "deepseek_v2": {**_LATENT, **_SHARED, "q_lora_rank": None},
-    "glm4_moe": {**_SHARED, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe": {**_SHARED, "head_dim": 8, "attention_bias": True, "use_qk_norm": True,
+                 "partial_rotary_factor": 0.5},
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from shardyard.convert.mcore.discovery import Given
 from shardyard.convert.mcore.families import FAMILIES, Family, Model, find_family
 from shardyard.convert.mcore.layout import McoreLayout, parse_list
 from shardyard.convert.mcore.read import McoreWeights
+from shardyard.convert.mcore.torch_dist import TorchDistWeights, is_torch_dist, open_mcore
 from shardyard.convert.mcore.write import Written, write_mcore
 
 __all__ = [
@@ -19,8 +20,11 @@ __all__ = [
     "McoreLayout",
     "McoreWeights",
     "Model",
+    "TorchDistWeights",
     "Written",
     "find_family",
+    "is_torch_dist",
+    "open_mcore",
     "parse_list",
     "write_mcore",
 ]

@@ -26,7 +26,7 @@ def iteration_folder(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder")
-    if any(_RANK.fullmatch(entry.name) for entry in folder.iterdir()):
+    if any(_RANK.fullmatch(entry.name) or entry.name == ".metadata" for entry in folder.iterdir()):
         return folder
     try:
         text = (folder / LATEST).read_text(encoding="utf-8").strip()

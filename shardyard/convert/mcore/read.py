@@ -53,7 +53,7 @@ class McoreWeights:
         given: Given | None = None,
     ) -> None:
         self.folder = folder
-        self.config = _config(folder, config)
+        self.config = read_config(folder, config)
         model = Model.of(self.config, model_type)
         self._files = RankFiles(iteration_folder(folder))
         layout, mtp_layers = discover(self._files, model, given or Given())
@@ -124,7 +124,7 @@ class McoreWeights:
         names = [*self._sources, *self._plan.copies()]
         layers = self.model.layers + self._plan.mtp_layers
         facts = {}
-        for name in sorted(names, key=lambda name: _order(name, layers)):
+        for name in sorted(names, key=lambda name: hugging_face_order(name, layers)):
             source = self._sources[self._plan.copies().get(name, name)]
             pieces = [
                 self._tensor(rank, source.chunk, source.name).to(device="meta") for rank in source.ranks
@@ -153,14 +153,20 @@ def _source(shards: dict[int, tuple[Rank, int, Link, int]]) -> _Source:
     return _Source(ranks, chunk, link.name, link.rule, which)
 
 
-def _order(name: str, layers: int) -> int:
+def hugging_face_order(name: str, layers: int) -> int:
+    """Sorts names: embedding, layer 0, 1, ..., norm, head."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"]:
         return int(parts[2])
     return {"model.embed_tokens.weight": -1, "model.norm.weight": layers}.get(name, layers + 1)
 
 
-def _config(folder: Path, config: Mapping[str, Any] | Path | None) -> Mapping[str, Any]:
+def read_config(folder: Path, config: Mapping[str, Any] | Path | None) -> Mapping[str, Any]:
+    """config.json as given, of the folder given, or of the checkpoint's own folder.
+
+    Raises:
+        UserError: there is none, or it is no JSON object.
+    """
     if isinstance(config, Mapping):
         return config
     path = (config or folder) / "config.json"
