@@ -12,29 +12,34 @@ if TYPE_CHECKING:
     from shardyard.checkpoint.export import ExportReport, check_exportable, export_dtype, export_hf
     from shardyard.checkpoint.manifest import fault_of
     from shardyard.checkpoint.output_dir import check_output_dir, prepare_output_dir
-    from shardyard.checkpoint.store import CheckpointStore, Restored
+    from shardyard.checkpoint.store import CheckpointStore, Restored, background_group
+    from shardyard.checkpoint.weights_only import read_weights
 
 __all__ = [
     "CheckpointStore",
     "ExportReport",
     "Restored",
+    "background_group",
     "check_exportable",
     "check_output_dir",
     "export_dtype",
     "export_hf",
     "fault_of",
     "prepare_output_dir",
+    "read_weights",
 ]
 _HOMES = {
     "CheckpointStore": "store",
     "ExportReport": "export",
     "Restored": "store",
+    "background_group": "store",
     "check_exportable": "export",
     "check_output_dir": "output_dir",
     "export_dtype": "export",
     "export_hf": "export",
     "fault_of": "manifest",
     "prepare_output_dir": "output_dir",
+    "read_weights": "weights_only",
 }
 
 

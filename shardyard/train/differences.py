@@ -77,8 +77,8 @@ class RunFacts:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunFacts:
         """Of a checkpoint; an older one tells less."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**({"config": {}} | known))
+        known: dict[str, Any] = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**{"config": {}, **known})
 
 
 def tell_differences(before: RunFacts, now: RunFacts) -> None:

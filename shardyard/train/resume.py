@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from shardyard.checkpoint import CheckpointStore
+from shardyard.checkpoint import CheckpointStore, Restored
 from shardyard.errors import UserError
 from shardyard.models import BuiltModel
 from shardyard.train.differences import RunFacts, tell_differences
@@ -28,16 +28,19 @@ def restore(
     facts: RunFacts,
     *,
     force: bool = False,
+    latest: bool = False,
 ) -> tuple[RunState, RunFacts | None]:
     """The state to go on from, weights and optimizer read, and the facts of the run that wrote it; a new
-    state and None without ``path`` or from weights alone.
+    state and None without ``path`` or from weights alone. With ``latest`` a checkpoint whose content is
+    damaged gives way to the one before.
 
     Raises:
         UserError: the checkpoint cannot be read, or counts its place in other data and ``force`` is false.
     """
     if not path:
         return RunState(order), None
-    restored = store.load(Path(path), model=built.model, optimizer=optimizer)
+    restored = _read(store, path, built, optimizer, latest=latest)
+    path = str(restored.path)
     state = RunState.from_json(restored.run_state)
     if not restored.has_optimizer:
         if store.folder.resolve() == Path(path).resolve().parent:
@@ -70,3 +73,17 @@ def restore(
     before = RunFacts.from_json(restored.run_state.get("settings", {}))
     tell_differences(before, facts)
     return state, before
+
+
+def _read(
+    store: CheckpointStore, path: str, built: BuiltModel, optimizer: torch.optim.Optimizer, *, latest: bool
+) -> Restored:
+    if not latest:
+        return store.load(Path(path), model=built.model, optimizer=optimizer)
+    restored = store.load_latest(model=built.model, optimizer=optimizer)
+    if restored is None:
+        raise UserError(
+            f"training.resume_from_checkpoint: latest, but no checkpoint in {store.folder} is as it was "
+            "written (`shardyard checkpoint verify` tells more); move the folder away to start at step 0"
+        )
+    return restored

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardyard.checkpoint import CheckpointStore, check_exportable
+from shardyard.checkpoint import CheckpointStore, background_group, check_exportable, read_weights
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, layout_of
 from shardyard.config.resolved import format_table
@@ -30,7 +30,15 @@ from shardyard.device import (
     start_process_group,
 )
 from shardyard.errors import UserError
-from shardyard.models import BuiltModel, Placement, build_model, load_model_config, resolve_source
+from shardyard.models import (
+    BuiltModel,
+    Convert,
+    Placement,
+    build_model,
+    load_model_config,
+    resolve_source,
+    tokenizer_options,
+)
 from shardyard.models.table import startup_table
 from shardyard.monitor import Monitor, log_run_start
 from shardyard.optim import Schedule, build_optimizer
@@ -39,7 +47,12 @@ from shardyard.train.differences import RunFacts, check_schedule
 from shardyard.train.evaluation import Evaluator
 from shardyard.train.exporting import Exporter
 from shardyard.train.resume import restore
-from shardyard.train.run_folder import claim_output_dir, look_at_output_dir, nothing_left
+from shardyard.train.run_folder import (
+    claim_output_dir,
+    goes_on_from_latest,
+    look_at_output_dir,
+    nothing_left,
+)
 from shardyard.train.same_settings import refuse_different_settings
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
@@ -47,10 +60,11 @@ from shardyard.train.trainer import Observer, Trainer
 logger = logging.getLogger("shardyard.train")
 
 
-def run(loaded: Loaded, *, observe: Observer | None = None) -> int:
+def run(loaded: Loaded, *, observe: Observer | None = None, convert: Convert | None = None) -> int:
     """Train as ``loaded.config`` says; 0 when the run is complete, 75 when a signal stopped it after a save.
 
-    ``observe`` is called on each rank before the first step, with None, and after each step with its record.
+    ``observe`` is called on each rank before the first step, with None, and after each step with its record;
+    ``convert`` makes a Hugging Face folder of a Megatron-core one that ``model.model_name_or_path`` names.
 
     Raises:
         UserError: a mistake that the user can mend, on every rank that sees it.
@@ -59,7 +73,7 @@ def run(loaded: Loaded, *, observe: Observer | None = None) -> int:
     device = detect_device()
     group = start_process_group(device)
     try:
-        code = _train(loaded, device, group, observe)
+        code = _train(loaded, device, group, observe, convert)
     except UserError:
         group.leave_together()
         raise
@@ -67,7 +81,13 @@ def run(loaded: Loaded, *, observe: Observer | None = None) -> int:
     return code
 
 
-def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observer | None) -> int:
+def _train(
+    loaded: Loaded,
+    device: Device,
+    group: ProcessGroup,
+    observe: Observer | None,
+    convert: Convert | None,
+) -> int:
     started = time.perf_counter()
     config = loaded.config
     refuse_different_settings(config, group)
@@ -83,9 +103,12 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
         return 0
 
     logger.info("> Building Tokenizer...")
-    source = resolve_source(config.model, fetch_first=lambda fetch: _agree_on_node(group, "model", fetch))
+    source = resolve_source(
+        config.model, fetch_first=lambda fetch: _agree_on_node(group, "model", fetch), convert=convert,
+        cache=Path(config.training.output_dir).resolve().parent / ".converted",
+    )  # fmt: skip
     model_config = load_model_config(config.model, source)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(tokenizer_options(config.model, source))
     logger.info("> Building DataFactory...")
     vocab_size = model_config.get_text_config().vocab_size
     data = _build_data(config, tokenizer, group, layout, vocab_size)
@@ -95,7 +118,9 @@ def _train(loaded: Loaded, device: Device, group: ProcessGroup, observe: Observe
     logger.info("> Building FSDP2 Model...")
     meshes = build_meshes(layout, device.type)
     placement = Placement(config.parallel, meshes, device)
-    built = build_model(config.model, model_config, source, placement, seed=config.training.seed)
+    built = build_model(
+        config.model, model_config, source, placement, seed=config.training.seed, read_weights=read_weights
+    )
     options = RoutingOptions.of(config.training, config.optimization)
     built.model.routing = build_routing([built.model], meshes, options)
     logger.info("> Building Optimizer...")
@@ -133,12 +158,18 @@ def _assemble(
     config, training = loaded.config, loaded.config.training
     sampler = data.sampler
     logger.info("> Building Checkpointer...")
-    store = CheckpointStore(Path(training.output_dir), save_total_limit=training.save_total_limit)
+    store = CheckpointStore(
+        Path(training.output_dir), save_total_limit=training.save_total_limit,
+        background=background_group if training.save_async else None,
+    )  # fmt: skip
     facts = RunFacts.of(
         config, global_batch=sampler.global_batch, ranks=group.world_size, layout=str(meshes.layout)
     )
     force = training.resume_force
-    state, before = restore(store, resume_from, built, optimizer, data.identity, facts, force=force)
+    latest = _agree(group, "latest", lambda: "yes" if goes_on_from_latest(config) else "")
+    state, before = restore(
+        store, resume_from, built, optimizer, data.identity, facts, force=force, latest=bool(latest)
+    )
     if training.save_hf_weights or training.export_steps:
         check_exportable(built.model, source_dir=exporter.source_dir, tokenizer=exporter.tokenizer)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
@@ -160,6 +191,11 @@ def _assemble(
     )  # fmt: skip
     evaluator = _evaluator(config, data, built, meshes, device, group)
     _agree(group, "run folder", lambda: claim_output_dir(loaded))
+    if training.save_steps > 0 or training.save_epochs > 0:
+        space = store.check_space(built.model, None if training.save_only_model else optimizer)
+        logger.info("%s", space)
+        if space.warning:
+            logger.warning("%s", space.warning)
     logger.info("> Building Monitor...")
     monitor = Monitor(
         Path(training.output_dir),

@@ -21,13 +21,22 @@ _CLAIM = "resolved_config.yaml"
 
 def look_at_output_dir(config: Config) -> str:
     """Where to resume from ("" for a new run); on global rank 0 only."""
-    store = CheckpointStore(Path(config.training.output_dir), save_total_limit=None)
+    store = _store(config)
     wanted = _wanted(config, store)
     found = store.resolve(wanted) if wanted else None
     check_output_dir(**_folder_facts(config))
     if wanted == "latest" and found is None:
         logger.info("resume_from_checkpoint: latest, but %s is empty yet: starting at step 0", store.folder)
     return str(found or "")
+
+
+def goes_on_from_latest(config: Config) -> bool:
+    """Whether the newest checkpoint is meant, whichever it is, and not one by its name."""
+    return _wanted(config, _store(config)) == "latest"
+
+
+def _store(config: Config) -> CheckpointStore:
+    return CheckpointStore(Path(config.training.output_dir), save_total_limit=None)
 
 
 def _wanted(config: Config, store: CheckpointStore) -> str | None:
@@ -92,6 +101,7 @@ def claim_output_dir(loaded: Loaded) -> str:
     moved = prepare_output_dir(**_folder_facts(loaded.config))
     if moved is not None:
         logger.info("the old run was moved to %s", moved)
+    _store(loaded.config).clean()
     path = Path(loaded.config.training.output_dir, _CLAIM)
     path.write_text(dump_yaml(loaded.config, loaded.origins), encoding="utf-8")
     os.utime(path)  # by the clock of this machine, which also says when the launch began

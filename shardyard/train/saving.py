@@ -69,8 +69,8 @@ class Saver:
                 optimizer=None if self.training.save_only_model else self.optimizer,
                 run_state={**state.to_json(), "settings": self.settings},
                 best=best,
-                **({"assets": self.assets} if self.assets else {}),
-                **({"wait": False} if in_background else {}),
+                assets=self.assets,
+                wait=not in_background,
             )
         except UserError as error:
             self._failed(error)
@@ -84,9 +84,9 @@ class Saver:
         return self._export(state.step, path)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a save of this rank that ran beside the training has failed; asks nobody."""
-        return hasattr(self.store, "poll") and self.store.poll() == "failed"
+    def is_over(self) -> bool:
+        """Whether a save beside the training has ended on this rank, and waits to be settled; asks nobody."""
+        return self.store.poll() in ("finished", "failed")
 
     def settle(self) -> None:
         """Wait for a save that is under way.
@@ -95,9 +95,12 @@ class Saver:
             UserError: it failed, and ``training.on_save_error`` is stop.
         """
         try:
-            getattr(self.store, "wait", lambda: None)()
+            path = self.store.wait()
         except UserError as error:
             self._failed(error)
+            return
+        if path is not None:
+            logger.info("Saved checkpoint to %s", path)
 
     def _export(self, step: int, path: Path) -> bool:
         every = self.training.export_steps

@@ -27,13 +27,8 @@ from shardyard.train.step import StepResult, TrainStep
 Observer = Callable[[StepRecord | None], None]
 
 logger = logging.getLogger("shardyard.train")
-_SAVE_FAILED, _STOP = 1, 2
+_SAVE_OVER, _STOP = 1, 2
 """Bits of a rank's notice at the end of a step."""
-
-
-class _Closes:
-    def __init__(self, store: Any) -> None:
-        self.close = getattr(store, "close", lambda: None)
 
 
 @dataclass
@@ -79,7 +74,7 @@ class Trainer:
         self._tell(None)
         with (
             StopSignal(enabled=self.training.save_on_signal) as self.stop_signal,
-            closing(_Closes(self.store)),
+            closing(self.store),
         ):
             self._begin_validation()
             if not self._stops_early():
@@ -119,9 +114,9 @@ class Trainer:
                 self._validate()
             if self.saver.is_due(self.state.step, batch):
                 self.saver.save(self.state)
-            if result.notice & _SAVE_FAILED:
+            if result.notice & _SAVE_OVER:
                 self.saver.settle()
-            if result.notice & _STOP and self.state.step < self.schedule.total:
+            if result.notice & _STOP:
                 self._stop_on_signal()
                 return
             if self._stops_early():
@@ -131,7 +126,7 @@ class Trainer:
             started = time.perf_counter()
 
     def _notice(self) -> int:
-        return _SAVE_FAILED * self.saver.has_failed | _STOP * (self.stop_signal.asked is not None)
+        return _SAVE_OVER * self.saver.is_over | _STOP * (self.stop_signal.asked is not None)
 
     def _stop_on_signal(self) -> None:
         """Save what there is: the run is to be gone before whoever sent the signal kills it."""
