@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ def find_disks(folder: Path, peers: Peers) -> Disks:
         first_seen = next(rank for rank, name in enumerate(names) if (folder / name).exists())
         return Disks(peers, tuple(peers.gather(first_seen)))
     finally:
-        mine.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            mine.unlink(missing_ok=True)
 
 
 def readers_of(path: Path, peers: Peers) -> Disks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -109,7 +110,8 @@ def check_space(folder: Path, size: int, *, keep: int | None) -> Space:
             "another folder."
         ) from error
     finally:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
     if free < size:
         raise UserError(
             f"training.output_dir: a checkpoint takes {in_bytes(size)}, and {folder} has {in_bytes(free)} "

@@ -14,6 +14,7 @@ the one with the highest step when a run went back to an earlier checkpoint; no 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -166,7 +167,12 @@ class CheckpointStore:
             share = size * len(disks.mates) // disks.peers.size
             return check_space(self.folder, share, keep=self.limit)
 
-        spaces = disks.each(f"looking at {self.folder}", look)
+        try:
+            spaces = disks.each("training.output_dir", look)
+        except UserError:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()  # nobody has saved here: no run is to be seen
+            raise
         return spaces[disks.leaders.index(disks.leader[disks.peers.rank])]
 
     def point_best(self, step: int | None) -> bool:

@@ -17,6 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from shardyard.checkpoint.agreement import Peers
 from shardyard.checkpoint.disks import Disks
@@ -70,6 +73,15 @@ class HashingWriter(FileSystemWriter):
     def facts(self) -> dict[str, FileFacts]:
         return {name: facts for name, facts in self._files.facts.items() if name.endswith(".distcp")}
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # What torch's archive makes of a write that failed says nothing of the disk.
+            if self._files.fault is not None:
+                raise self._files.fault from error
+            raise
+
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Each disk's metadata points to the files of that disk, where they hold a piece."""
         for leader in self._disks.leaders[1:]:
@@ -99,12 +111,17 @@ class HashingWriter(FileSystemWriter):
 class _HashingFiles(FileSystem):
     def __init__(self) -> None:
         self.facts: dict[str, FileFacts] = {}
+        self.fault: OSError | None = None
+        """The first that a write met."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
         with super().create_stream(path, mode) as file:
             stream = _HashingStream(file)
-            yield stream
+            try:
+                yield stream
+            finally:
+                self.fault = self.fault or stream.fault
             self.facts[Path(path).name] = FileFacts(stream.length, stream.digest.hexdigest())
 
 
@@ -114,6 +131,7 @@ class _HashingStream(io.RawIOBase):
     def __init__(self, file: io.IOBase) -> None:
         super().__init__()
         self._file: Any = file
+        self.fault: OSError | None = None
         self.digest, self.length = hashlib.sha256(), 0
 
     def writable(self) -> bool:
@@ -121,10 +139,17 @@ class _HashingStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         with memoryview(data).cast("B") as view:
-            self._file.write(view)
+            try:
+                self._put(view)
+            except OSError as error:
+                self.fault = self.fault or error
+                raise
             self.digest.update(view)
             self.length += len(view)
             return len(view)
+
+    def _put(self, view: memoryview) -> None:
+        self._file.write(view)
 
     def tell(self) -> int:
         return self.length

@@ -35,6 +35,7 @@ VERBS = {
     "convert": Verb(
         "shardyard.cli.convert", "convert", "turn weights into Hugging Face, DCP or Megatron-core form"
     ),
+    "checkpoint": Verb("shardyard.cli.checkpoint", "checkpoint", "list, verify or prune a run's checkpoints"),
     "schema": Verb("shardyard.cli.check", "schema", "print the JSON schema of the YAML file"),
     "env": Verb("shardyard.cli.env", "env", "print versions and devices, for bug reports"),
 }
