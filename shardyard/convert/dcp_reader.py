@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardyard.checkpoint.safe_reader import SafeReader
 from shardyard.checkpoint.weights_only import tensor_metadata
+from shardyard.convert.pickled import cause_of
 from shardyard.convert.weights import Facts
 from shardyard.errors import UserError
 
@@ -48,8 +49,7 @@ class DcpTensors:
             reader.set_up_storage_reader(reader.metadata, is_coordinator=True)
             reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         except Exception as error:  # of every type: a file that has gone, is cut short or holds a pickle
-            cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{self.folder}: {key} cannot be read: {cause}") from error
+            raise UserError(f"{self.folder}: {key} cannot be read: {cause_of(error)}") from error
         return tensor
 
     def __getstate__(self) -> dict[str, Any]:
@@ -65,4 +65,3 @@ class _Reader(SafeReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
-

@@ -131,13 +131,24 @@ def _write_part(
     """Write one file; its hash, and where in it each tensor lies."""
     planner = _LazyPlanner(weights, names, part, advance)
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
-    written = writer.write_data(_plan(part), planner).wait()
+    try:
+        written = writer.write_data(_plan(part), planner).wait()
+    except BaseException as error:
+        (folder / part.file).unlink(missing_ok=True)
+        # torch's own writer of archives fails once more on the way out of a full disk's error.
+        raise _cause_on_disk(error) or error from error
     return {
         "sha256": facts_of(folder / part.file).sha256,
         "places": {
             result.index.fqn: [result.storage_data.offset, result.storage_data.length] for result in written
         },
     }
+
+
+def _cause_on_disk(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 class _LazyPlanner(DefaultSavePlanner):

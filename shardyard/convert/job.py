@@ -213,5 +213,5 @@ def _check_space(target: Path, size: int) -> None:
     free = shutil.disk_usage(there).free
     if size - held > free:
         raise UserError(
-            f"{target}: the result takes {size / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there"
+            f"{target}: the result takes {size / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free there"
         )

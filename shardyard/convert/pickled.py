@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -34,17 +36,26 @@ class PickledFile:
         return {**self.__dict__, "_tensors": None}
 
 
+def cause_of(error: Exception) -> str:
+    """Why torch did not read a pickle, in few words: its own text proposes to run what the file holds."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named:
+        return f"it names {named[1]}, which is no tensor"
+    first = (str(error).strip().splitlines() or [""])[0]
+    if "weights_only" in str(error) or not first:
+        return "it holds more than tensors, or is damaged"
+    return f"it is damaged ({first:.200})"
+
+
 def _load(path: Path) -> dict[str, torch.Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings():  # that a pickle is of another protocol than torch's own
+            warnings.simplefilter("ignore")
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # of every type: whatever a damaged or hostile pickle leads to
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{path} is not read: only files of plain tensors are, and this one holds something else or is "
-            f"damaged ({cause[:200]})"
-        ) from error
+        raise UserError(f"{path} is not read: {cause_of(error)}; only files of plain tensors are") from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise UserError(f"{path} is not read: it is no mapping of names to tensors")
     return {str(name): tensor for name, tensor in found.items()}
