@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from shardyard.cli import slurm
@@ -78,7 +79,14 @@ def _train(argv: Sequence[str]) -> int:
 
     peers.when_lost(_leave_for_lost_peer)
 
-    return run(loaded)
+    return run(loaded, convert=_convert)
+
+
+def _convert(source: Path, config_dir: Path, target: Path) -> None:
+    """A Megatron-core folder, from which a run begins, as a Hugging Face one."""
+    from shardyard.convert.job import convert_to_hf
+
+    convert_to_hf(source, config_dir, target)
 
 
 def _rank() -> int:
