@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from shardyard.convert.mcore.families import Model
 from shardyard.errors import UserError
@@ -138,10 +138,6 @@ class McoreLayout:
         if self.make_vocab_size_divisible_by is None:
             return model.vocabulary
         return -(-model.vocabulary // unit) * unit
-
-    def as_data(self) -> dict[str, Any]:
-        """The fields as JSON holds them."""
-        return asdict(self)
 
     def check(self, model: Model) -> None:
         """Refuse what cannot be.

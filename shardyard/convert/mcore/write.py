@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from shardyard.convert.journal import Journal, job_of
 from shardyard.convert.mcore.arguments import arguments_of
 from shardyard.convert.mcore.families import Model
-from shardyard.convert.mcore.journal import Journal
 from shardyard.convert.mcore.layout import McoreLayout, Rank
 from shardyard.convert.mcore.pieces import Link, Plan
 from shardyard.convert.mcore.rank_file import RankFile
 from shardyard.convert.mcore.rank_files import FILE, LATEST
 from shardyard.convert.mcore.rules import same_bits
 from shardyard.convert.weights import Weights
+from shardyard.convert.workers import Advance, run_tasks
 from shardyard.durable import sync, temporary_name, write_durably
 from shardyard.errors import UserError
 
@@ -67,11 +66,22 @@ def write_mcore(
     left_out = _check_names(weights, plan)
     _check_copies(weights, plan)
     shapes = {rank: _shapes(weights, plan, rank) for rank in layout.ranks()}
-    journal = Journal.open(folder, _fingerprint(weights, plan), finished=LATEST, work=ITERATION)
-    if not journal.complete:
-        _write_files(weights, folder, plan, shapes, journal, workers, progress)
+    job = _Job(weights, folder, plan)
+    with Journal(folder, job_of(weights, folder, "mcore", **_options(plan))) as journal:
+        kept = [rank for rank in shapes if _is_finished(journal, job.name_of(rank))]
+        _write_files(job, shapes, kept, journal, workers, progress)
         _finish(folder, weights)
-    return Written(folder, len(shapes), len(journal.kept), left_out)
+        journal.complete()
+    return Written(folder, len(shapes), len(kept), left_out)
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """What makes two layouts the same."""
+    return {**asdict(plan.layout), "mtp_layers": plan.mtp_layers, "family": plan.model.model_type}
+
+
+def _is_finished(journal: Journal, name: str) -> bool:
+    return name in journal.finished or str(journal.folder / name) in journal.finished
 
 
 def plan_of(weights: Weights, layout: McoreLayout, model_type: str | None = None) -> Plan:
@@ -119,7 +129,7 @@ def _layer_of(name: str) -> int:
 
 
 def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _check_copies(weights: Weights, plan: Plan) -> None:
@@ -153,112 +163,74 @@ def _piece(link: Link, wholes: list[torch.Tensor], folder: Path) -> torch.Tensor
         raise UserError(f"{folder}: {link.hf[0]} does not fit its place {link.name}: {error}") from error
 
 
-def _fingerprint(weights: Weights, plan: Plan) -> str:
-    """What makes two conversions the same: the source's files, names, shapes and dtypes, and the layout."""
-    source = weights.folder
-    files = [
-        (str(path.relative_to(source)), path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(source.rglob("*"))
-        if path.is_file()
-    ]
-    facts = [(name, list(shape), str(dtype)) for name, (shape, dtype) in weights.facts.items()]
-    job = [str(source.resolve()), files, facts, dict(weights.config), plan.layout.as_data(), plan.mtp_layers,
-           plan.model.model_type]  # fmt: skip
-    return hashlib.sha256(json.dumps(job, sort_keys=True, default=str).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Files that are written side by side, because they come from the same tensors."""
-
-    ranks: tuple[Rank, ...]
-
-
-def _units(plan: Plan, shapes: dict[Rank, Shapes], journal: Journal) -> Iterator[_Unit]:
-    together: dict[tuple[int, int], list[Rank]] = {}
-    for rank in shapes:
-        if not journal.has(_relative(plan, rank)):
-            together.setdefault((rank.pp, rank.ep), []).append(rank)
-    for ranks in together.values():
-        yield _Unit(tuple(ranks))
-
-
-def _relative(plan: Plan, rank: Rank) -> str:
-    return f"{ITERATION}/{plan.layout.folder_of(rank)}/{FILE}"
-
-
 def _bytes(shapes: Shapes) -> int:
     return sum(t.numel() * t.element_size() for tensors in shapes.values() for t in tensors.values())
 
 
 def _write_files(
-    weights: Weights,
-    folder: Path,
-    plan: Plan,
+    job: _Job,
     shapes: dict[Rank, Shapes],
+    kept: list[Rank],
     journal: Journal,
     workers: int,
     progress: Progress | None,
 ) -> None:
-    units = list(_units(plan, shapes, journal))
-    total = sum(_bytes(s) for s in shapes.values())
-    todo = sum(_bytes(shapes[rank]) for unit in units for rank in unit.ranks)
-    tell = _Meter(progress, total - todo, total)
-    if min(workers, len(units)) <= 1:
-        for unit in units:
-            journal.add(_write_unit(weights, folder, plan, unit, tell.add))
-        return
-    context = multiprocessing.get_context("spawn")  # threads of the caller must not be forked
-    with ProcessPoolExecutor(min(workers, len(units)), context) as pool:
-        jobs = {pool.submit(_write_unit, weights, folder, plan, unit): unit for unit in units}
-        try:
-            for job in as_completed(jobs):
-                journal.add(job.result())
-                tell.add(sum(_bytes(shapes[rank]) for rank in jobs[job].ranks))
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    together: dict[tuple[int, int], list[Rank]] = {}
+    for rank in shapes:
+        if rank not in kept:
+            together.setdefault((rank.pp, rank.ep), []).append(rank)
+    done = [sum(_bytes(shapes[rank]) for rank in kept)]
+    total = sum(map(_bytes, shapes.values()))
+
+    def advance(count: int) -> None:
+        done[0] += count
+        if progress is not None:
+            progress(done[0], total)
+
+    def record(ranks: list[Rank], _: None) -> None:
+        for rank in ranks:
+            journal.record(job.name_of(rank))
+
+    advance(0)
+    run_tasks(list(together.values()), job, workers=workers, advance=advance, done=record)
 
 
-class _Meter:
-    def __init__(self, progress: Progress | None, done: int, total: int) -> None:
-        self._progress, self._done, self._total = progress, done, total
-        self.add(0)
+@dataclass
+class _Job:
+    """Writes the files of some ranks side by side, because they come from the same tensors."""
 
-    def add(self, count: int) -> None:
-        self._done += count
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+    weights: Weights
+    folder: Path
+    plan: Plan
 
+    def name_of(self, rank: Rank) -> str:
+        """The name of a rank's file within the folder."""
+        return f"{ITERATION}/{self.plan.layout.folder_of(rank)}/{FILE}"
 
-def _write_unit(
-    weights: Weights, folder: Path, plan: Plan, unit: _Unit, tell: Callable[[int], None] | None = None
-) -> dict[str, int]:
-    """Write the files of some tensor-parallel ranks; the size of each by its name within the folder."""
-    links = {rank: plan.links(rank) for rank in unit.ranks}
-    with ExitStack() as stack:
-        files = {
-            rank: stack.enter_context(
-                RankFile(
-                    folder / _relative(plan, rank),
-                    arguments_of(plan),
-                    {plan.chunk_key(c): t for c, t in _shapes(weights, plan, rank).items()},
-                )
-            )
-            for rank in unit.ranks
-        }
-        for chunk in range(plan.layout.chunks(plan.model)):
-            for side_by_side in zip(*(links[rank][chunk] for rank in unit.ranks), strict=True):
-                wholes: dict[str, torch.Tensor] = {}
-                for rank, link in zip(unit.ranks, side_by_side, strict=True):
-                    wholes = {
-                        name: wholes[name] if name in wholes else _read(weights, name) for name in link.hf
-                    }
-                    piece = _piece(link, [wholes[name] for name in link.hf], weights.folder)
-                    size = files[rank].fill(plan.chunk_key(chunk), link.name, piece)
-                    if tell is not None:
-                        tell(size)
-        return {_relative(plan, rank): file.finish() for rank, file in files.items()}
+    def __call__(self, ranks: list[Rank], advance: Advance) -> None:
+        plan = self.plan
+        links = {rank: plan.links(rank) for rank in ranks}
+        with ExitStack() as stack:
+            files = {rank: stack.enter_context(self._open(rank)) for rank in ranks}
+            for chunk in range(plan.layout.chunks(plan.model)):
+                key = plan.chunk_key(chunk)
+                for side_by_side in zip(*(links[rank][chunk] for rank in ranks), strict=True):
+                    wholes: dict[str, torch.Tensor] = {}
+                    for rank, link in zip(ranks, side_by_side, strict=True):
+                        known = wholes  # of the rank before: mostly the same tensors
+                        wholes = {
+                            name: known[name] if name in known else _read(self.weights, name)
+                            for name in link.hf
+                        }
+                        piece = _piece(link, list(wholes.values()), self.weights.folder)
+                        advance(files[rank].fill(key, link.name, piece))
+            for file in files.values():
+                file.finish()
+
+    def _open(self, rank: Rank) -> RankFile:
+        chunks = _shapes(self.weights, self.plan, rank)
+        named = {self.plan.chunk_key(chunk): tensors for chunk, tensors in chunks.items()}
+        return RankFile(self.folder / self.name_of(rank), arguments_of(self.plan), named)
 
 
 def _read(weights: Weights, name: str) -> torch.Tensor:
