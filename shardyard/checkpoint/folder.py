@@ -5,7 +5,9 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import re
 import shutil
 import time
@@ -20,6 +22,7 @@ LATEST, BEST = "latest", "best"
 _NAME = re.compile(r"global_step_([0-9]+)")
 _TEMPORARY = ".tmp-global_step_"
 _REPLACED = ".replaced"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -83,14 +86,28 @@ def publish(temporary: Path, path: Path, pointers: list[str]) -> None:
     folder = path.parent
     written = {name: write_pointer(folder, name, path) for name in pointers}
     replaced = temporary_path(folder, f"{path.name}{_REPLACED}")
-    if path.exists() or path.is_symlink():  # the same step again, after a resume from an earlier one
-        path.rename(replaced)
-    temporary.rename(path)
+    if path.is_dir() and not path.is_symlink() and exchange(temporary, path):
+        temporary.rename(replaced)  # the same step again, after a resume from an earlier one
+    else:
+        if path.exists() or path.is_symlink():
+            path.rename(replaced)
+        temporary.rename(path)
     sync(folder)
     for name, pointer in written.items():
         pointer.replace(folder / name)
     sync(folder)
     remove(replaced)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two folders change names in one move, so that no name is free in between; whether that could be
+    done (renameat2 of Linux; not on NFS).
+    """
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def remove(path: Path) -> None:

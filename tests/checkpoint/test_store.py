@@ -5,13 +5,8 @@ do.
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -183,38 +178,6 @@ def test_a_pickled_entry_is_refused(ranks, tmp_path):
         read_metadata(tmp_path / "c")
 
 
-SAVER = """
-import sys, torch
-from pathlib import Path
-from shardyard.checkpoint import CheckpointStore
-model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(6)))
-store = CheckpointStore(Path(sys.argv[1]), save_total_limit=2)
-for step in range(1, 1000):
-    store.save(step, model=model, optimizer=None, run_state={"step": step})
-    print(step, flush=True)
-"""
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.soak)])
-def test_kill_minus_nine_during_a_save_leaves_the_previous_one(tmp_path, kills):
-    rng = np.random.default_rng(0)
-    for _ in range(kills):
-        out = tmp_path / "run"
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(out)], stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert process.stdout is not None
-        first = int(process.stdout.readline())
-        time.sleep(float(rng.uniform(0.0, 0.4)))
-        process.send_signal(signal.SIGKILL)
-        seen = [first, *map(int, process.communicate()[0].split())]
-        latest = CheckpointStore(out, save_total_limit=None).latest()
-        assert latest is not None and fault_of(latest) is None
-        assert int(latest.name.removeprefix("global_step_")) >= seen[-1]
-        shutil.rmtree(out)
-
-
 def test_an_output_dir_with_another_run_is_refused_or_moved_aside(tmp_path):
     out = tmp_path / "out"
     assert prepare_output_dir(out, resuming=False, overwrite=False) is None
@@ -366,49 +329,6 @@ def plain_state_message():
         optimizer_tensors(model, optimizer)
     except TypeError as error:
         return f"TypeError: {error}"
-
-
-KILLED_SAVE = """
-import os, signal, sys, torch
-from pathlib import Path
-from shardyard.checkpoint import CheckpointStore
-model = torch.nn.Linear(4, 4)
-store = CheckpointStore(Path(sys.argv[1]), save_total_limit=1)
-store.save(1, model=model, optimizer=None, run_state={"step": 1})
-left = int(sys.argv[2])
-def watch(event, args):  # every file that is opened, renamed, removed: a place to die at
-    global left
-    if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") and "checkpoints" in str(args[0]):
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(watch)
-store.save(2, model=model, optimizer=None, run_state={"step": 2})
-"""
-
-
-def places_of_death(out: Path, places: range) -> list[int]:
-    """Die at each place of the second save: the step that is newest after each, until a save lives."""
-    newest = []
-    for place in places:
-        process = subprocess.run(
-            [sys.executable, "-c", KILLED_SAVE, str(out), str(place)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        latest = CheckpointStore(out, save_total_limit=None).latest()
-        assert latest is not None and fault_of(latest) is None
-        newest.append(int(latest.name.removeprefix("global_step_")))
-        shutil.rmtree(out)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL
-    return newest
-
-
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_save_that_dies_at_any_file_operation_leaves_a_complete_checkpoint(tmp_path, stride):
-    newest = places_of_death(tmp_path / "run", range(0, 500, stride))
-    assert newest[0] == 1 and newest[-1] == 2 and newest == sorted(newest)
 
 
 def test_what_a_run_reads_is_neither_moved_nor_written_over(tmp_path):

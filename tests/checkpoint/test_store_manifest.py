@@ -382,6 +382,22 @@ def test_cleaning_gives_a_name_back_to_what_was_not_replaced(tmp_path):
     assert load_latest(tmp_path) == ("global_step_2", 2.0)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_step_saved_again_takes_the_place_of_the_first(tmp_path, monkeypatch, at_once):
+    """Where names can be exchanged, and where they cannot (NFS)."""
+    from shardyard.checkpoint import folder
+
+    exchanged = []
+    real = folder.exchange
+    monkeypatch.setattr(folder, "exchange", lambda *paths: at_once and not exchanged.append(real(*paths)))
+    path = save(tmp_path, 4)
+    first = (path / "manifest.json").stat().st_ino
+    save(tmp_path, 4)
+    assert (path / "manifest.json").stat().st_ino != first and read_manifest(path).sequence == 2
+    assert sorted(found.name for found in path.parent.iterdir()) == ["global_step_4", "latest"]
+    assert exchanged == ([True] if at_once else [])
+
+
 def test_cleaning_removes_the_old_one_when_its_replacement_is_there(tmp_path):
     path = save(tmp_path, 2)
     shutil.copytree(path, path.with_name(".tmp-global_step_global_step_2.replaced"))
