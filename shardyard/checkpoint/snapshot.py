@@ -58,9 +58,8 @@ class SnapshotPlanner(DiskPlanner):
 class HostCopies:
     """This rank's pieces of all tensors, by their place in the whole.
 
-    Tensors of an accelerator are copied into pinned memory that is used again by the next copies
-    (``reused``), all in flight at once; those on the host are cloned, so that the memory is free between
-    saves.
+    The memory is used again by the next copies (``reused``): fresh memory costs more than the copy. For
+    tensors of an accelerator it is pinned, and all their copies are in flight at once.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], *, reused: HostCopies | None = None) -> None:
@@ -72,29 +71,17 @@ class HostCopies:
         for item in self.plan.items:
             piece = planner.resolve_data(item)
             assert isinstance(piece, torch.Tensor), f"{item.index.fqn} is no tensor"
-            piece = piece.detach()
-            if piece.device.type == "cpu":
-                self.of[item.index] = _contiguous_clone(piece)
-                continue
-            home = _home(piece, reused.of.get(item.index) if reused else None)
-            home.copy_(piece, non_blocking=True)
+            on_host = piece.device.type == "cpu"
+            home = _home(piece, reused.of.get(item.index) if reused else None, pinned=not on_host)
+            home.copy_(piece.detach(), non_blocking=not on_host)
             self.of[item.index] = home
-            waits = True
+            waits = waits or not on_host
         if waits:
             torch.accelerator.synchronize()
 
-    def keep_pinned(self) -> HostCopies | None:
-        """What the next copies may use again: pinned memory, which is slow to come by. None without any."""
-        self.of = {index: tensor for index, tensor in self.of.items() if tensor.is_pinned()}
-        return self if self.of else None
 
-
-def _contiguous_clone(piece: torch.Tensor) -> torch.Tensor:
-    """A copy that holds no more memory than its elements take."""
-    return torch.empty(piece.shape, dtype=piece.dtype).copy_(piece)
-
-
-def _home(piece: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+def _home(piece: torch.Tensor, before: torch.Tensor | None, *, pinned: bool) -> torch.Tensor:
+    """Memory for a copy, and for no more than its elements."""
     if before is not None and before.shape == piece.shape and before.dtype == piece.dtype:
         return before
-    return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+    return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=pinned)

@@ -90,7 +90,7 @@ class CheckpointStore:
         self.peers = Peers(group)
         self._peers_beside = Peers(background()) if background is not None else None
         self._background = Background()
-        self._pinned: HostCopies | None = None
+        self._copies: HostCopies | None = None
         self._disks: Disks | None = None
 
     def save(
@@ -129,7 +129,7 @@ class CheckpointStore:
             return job.path
         if self._peers_beside is None:
             raise ValueError("a store without a background group cannot save beside the training")
-        copies = HostCopies(tensors, reused=self._pinned)
+        self._copies = copies = HostCopies(tensors, reused=self._copies)
         self._background.start(job.path, lambda: self._make_beside(job, copies))
         return job.path
 
@@ -148,11 +148,13 @@ class CheckpointStore:
         return self._background.wait()
 
     def close(self) -> None:
-        """Wait for the save that is under way, whatever comes of it; a failure is said."""
+        """Wait for the save that is under way, whatever comes of it, and give back the memory of copies. A
+        failure is said."""
         try:
             self._background.wait()
         except (UserError, RuntimeError) as error:
             logger.error("%s", error)
+        self._copies = None
 
     def check_space(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Space:
         """How large a checkpoint is, and what this rank's disk offers; see `space`.
@@ -266,10 +268,7 @@ class CheckpointStore:
 
     def _make_beside(self, job: Job, copies: HostCopies) -> None:
         assert self._peers_beside is not None
-        try:
-            self._make(job, self._peers_beside, {}, lambda disks: SnapshotPlanner(disks, copies))
-        finally:
-            self._pinned = copies.keep_pinned()
+        self._make(job, self._peers_beside, {}, lambda disks: SnapshotPlanner(disks, copies))
 
     def _make(
         self,
