@@ -101,17 +101,10 @@ def tensor_metadata(folder: Path) -> Metadata:
     except FileNotFoundError:
         raise UserError(f"{folder} is no checkpoint: it holds no .metadata") from None
     except Exception as error:  # of every type: whatever a damaged or hostile pickle leads to
-        raise UserError(f"{path} is not read: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise UserError(f"{path} is not read: it is no checkpoint metadata")
-    entries, places = metadata.state_dict_metadata, metadata.storage_data or {}
+        raise UserError(f"{path} is not read: {str(error) or type(error).__name__:.300}") from error
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
     metadata.state_dict_metadata = {k: e for k, e in entries.items() if isinstance(e, TensorStorageMetadata)}
     metadata.storage_data = {i: p for i, p in places.items() if i.fqn in metadata.state_dict_metadata}
-    for place in metadata.storage_data.values():
-        if Path(place.relative_path).name != str(place.relative_path):
-            raise UserError(f"{path} is not read: it points outside the folder ({place.relative_path})")
-        if place.transform_descriptors:
-            raise UserError(f"{path} is not read: its data went through {place.transform_descriptors}")
     return metadata
 
 
@@ -197,12 +190,10 @@ class _Reading(DefaultLoadPlanner):
             chunk = ChunkStorageMetadata(torch.Size(part.offsets), part.target.shape)
             items += create_read_items_for_chunk_list(key, entry, [chunk])
         where = self._metadata.storage_data
-        items.sort(
-            key=lambda item: (where[item.storage_index].relative_path, where[item.storage_index].offset)
-        )
         try:
-            reader.read_data(LoadPlan(items), self).wait()
-        except OSError:
+            items.sort(key=lambda i: (where[i.storage_index].relative_path, where[i.storage_index].offset))
+            reader.read_data(reader.prepare_local_plan(LoadPlan(items)), self).wait()
+        except (OSError, UserError):
             raise
         except Exception as error:  # torch.load: of a type for each kind of damage
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -33,14 +33,14 @@ def take_block_size(config: Any) -> tuple[int, int] | None:
             continue
         options = stated if isinstance(stated, dict) else stated.to_dict()
         method, size = options.get("quant_method"), options.get("weight_block_size")
-        whole = isinstance(size, list | tuple) and len(size) == 2 and all(_is_size(n) for n in size)
-        if method != "fp8" or not whole:
+        block = tuple(size) if isinstance(size, list | tuple) else ()
+        if method != "fp8" or len(block) != 2 or not all(_is_size(count) for count in block):
             raise UserError(
                 f"{_KEY}: the weights are quantised ({method}, weight_block_size {size}), and of such forms "
                 "only fp8 in blocks is read here; start from the model's bf16 weights"
             )
         del part.quantization_config
-        return size[0], size[1]
+        return block
     return None
 
 

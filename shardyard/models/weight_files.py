@@ -123,7 +123,7 @@ class FileTensor:
             outer -= 1
             run *= part.shape[outer]
         first = sum(cut.start * stride for cut, stride in zip(cuts, strides, strict=True))
-        into = memoryview(part.reshape(-1).view(torch.uint8).numpy())
+        into = part.reshape(-1).view(torch.uint8).numpy().data
         length = run * part.element_size()
         for number, place in enumerate(itertools.product(*(range(size) for size in part.shape[:outer]))):
             at = first + sum(step * stride for step, stride in zip(place, strides[:outer], strict=True))
@@ -140,7 +140,7 @@ class FileTensor:
 
 def cuts_of(index: Any, shape: Sequence[int]) -> list[slice]:
     """One slice per dimension of ``shape``, with both ends, of an index of slices or ``...``."""
-    given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+    given: tuple[slice, ...] = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
     cuts = [slice(*part.indices(size)[:2]) for part, size in zip(given, shape, strict=False)]
     return cuts + [slice(0, size) for size in shape[len(cuts) :]]
 

@@ -67,7 +67,7 @@ def pair(tmp_path_factory):
         (2, {}),
         (2, {"tp_size": 2}),
         (2, {"ep_size": 2}),
-        pytest.param(3, {}, marks=pytest.mark.soak),
+        pytest.param(4, {}, marks=pytest.mark.soak),
         pytest.param(2, {"pp_size": 2}, marks=pytest.mark.soak),
         pytest.param(2, {"shard_placement_fn": "shard_by_dim_1"}, marks=pytest.mark.soak),
         pytest.param(4, {"tp_size": 2, "fsdp_size": 2}, marks=pytest.mark.soak),

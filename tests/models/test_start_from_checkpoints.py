@@ -132,7 +132,7 @@ class _Hostile:
         ("parity_moe", True, 2, {"ep_size": 2}),
         ("parity_dense", False, 2, {"pp_size": 2}),
         pytest.param("parity_moe", True, 2, {}, marks=pytest.mark.soak),
-        pytest.param("parity_moe", True, 3, {}, marks=pytest.mark.soak),
+        pytest.param("parity_moe", True, 4, {}, marks=pytest.mark.soak),
         pytest.param("parity_moe", True, 2, {"shard_placement_fn": "shard_by_dim_1"}, marks=pytest.mark.soak),
         pytest.param("parity_moe", False, 2, {"tp_size": 2}, marks=pytest.mark.soak),
     ],
