@@ -1,9 +1,10 @@
-"""A run that is asked to stop saves the step it is in, on all ranks, and goes on from there as if nothing were."""
+"""A run that is asked to stop saves its step, on all ranks, and goes on from there as if nothing had been."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Path
 
 
 WORDS = ["--training.per_device_train_batch_size", "2", "--training.save_steps", "5"]
+LATEST = ["--training.resume_from_checkpoint", "latest"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ WORDS = ["--training.per_device_train_batch_size", "2", "--training.save_steps",
 )
 def test_one_rank_is_told_and_all_save_the_same_step(workspace, ranks, number, step, more):
     for name in ("signalled", "unbroken"):
-        os.system(f"rm -rf '{workspace / name}'")
+        shutil.rmtree(workspace / name, ignore_errors=True)
     words = [*WORDS, *more]
     codes = ranks.run(
         2, signalled_rank, workspace, words, step, 1, number, init_process_group=False, timeout_s=TIMEOUT_S
@@ -64,7 +66,14 @@ def test_one_rank_is_told_and_all_save_the_same_step(workspace, ranks, number, s
 
     train(ranks, workspace, "unbroken", *words, world=2)
     rest = train(
-        ranks, workspace, "signalled", *words, "--training.resume_from_checkpoint", "latest", world=2, leg="rest"
+        ranks,
+        workspace,
+        "signalled",
+        *words,
+        "--training.resume_from_checkpoint",
+        "latest",
+        world=2,
+        leg="rest",
     )
     assert "differs from the one that wrote" not in rest.log
     told = [
