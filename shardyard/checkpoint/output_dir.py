@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardyard.checkpoint.placing import remove_export_leftovers
 from shardyard.errors import UserError
 
 # What a run leaves behind, any of which shows that the folder is taken.
@@ -51,9 +52,8 @@ def prepare_output_dir(
 ) -> Path | None:
     """Make the folder the run's own; the folder that an old run was moved to, if any.
 
-    With ``overwrite`` the old run moves to ``<dir>.old-<time>``; nothing is deleted. Global rank 0 calls it,
-    when all
-    else is known to be right.
+    With ``overwrite`` the old run moves to ``<dir>.old-<time>``; nothing is deleted but what killed exports
+    of this run have left under temporary names. Global rank 0 calls it, when all else is known to be right.
 
     Raises:
         UserError: as `check_output_dir`, or the folder cannot be made.
@@ -66,6 +66,7 @@ def prepare_output_dir(
         probe = output_dir / f".write-probe-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
+        remove_export_leftovers(output_dir)
     except OSError as error:
         raise UserError(f"training.output_dir: {output_dir} cannot be written: {error.strerror}") from error
     return moved

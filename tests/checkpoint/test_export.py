@@ -52,8 +52,18 @@ def tensors_of(folder: Path) -> dict[str, tuple[str, tuple, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+def sampled(*cells, quick):
+    """Parameters of which only ``quick`` are no soak tests; each has ranks to start."""
+    return [pytest.param(*cell, marks=() if cell in quick else pytest.mark.soak) for cell in cells]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    sampled(
+        *((family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")),
+        quick=[("qwen3_moe", "float32")],
+    ),
+)
 def test_zero_steps_give_the_source_back_bit_for_bit(ranks, tmp_path, family, dtype):
     folder = write_tiny_model(tmp_path / "source", family, dtype=dtype)
     report, _ = ranks.run(2, export, folder, tmp_path / "out")[0]
@@ -63,7 +73,7 @@ def test_zero_steps_give_the_source_back_bit_for_bit(ranks, tmp_path, family, dt
     assert report.tensors == len(source) and not list((tmp_path / "out").glob(".*"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_tied", pytest.param("qwen3_moe", marks=pytest.mark.soak)])
 def test_shards_and_their_index_agree(ranks, tmp_path, family):
     folder, out = write_tiny_model(tmp_path / "source", family), tmp_path / "out"
     ranks.run(2, export, folder, out, 20_000)
@@ -87,7 +97,9 @@ def plain_logits(folder):
     return model(input_ids=torch.arange(3, 15)[None]).logits.detach().numpy(), model.config.to_dict()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family",), sampled(*((family,) for family in FAMILIES), quick=[("llama_tied",), ("glm4_moe",)])
+)
 def test_plain_transformers_loads_a_trained_export_and_agrees(ranks, tmp_path, family):
     folder, out = write_tiny_model(tmp_path / "source", family), tmp_path / "out"
     _, logits = ranks.run(2, export, folder, out, 5e9, None, 2)[0]
@@ -141,7 +153,9 @@ def test_nan_weights_are_not_exported_and_nothing_is_left(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "parallel"), [(4, {"fsdp_size": 2}), (2, {"cpu_offload": True}), (4, {})], ids=str
+    ("world_size", "parallel"),
+    sampled((4, {"fsdp_size": 2}), (2, {"cpu_offload": True}), (4, {}), quick=[(2, {"cpu_offload": True})]),
+    ids=str,
 )
 def test_zero_steps_give_the_source_back_from_any_layout(ranks, tmp_path, world_size, parallel):
     folder = write_tiny_model(tmp_path / "source", "deepseek_v3", dtype="bfloat16")
