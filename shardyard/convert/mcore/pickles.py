@@ -1,18 +1,16 @@
 """Loading Megatron's ``.pt`` files without running anything that they hold.
 
-torch's own tensors-only loader comes first. Files of a training run hold more (enums of megatron, numpy
-scalars, optimizer objects); for them a second unpickler knows the few names that rebuild tensors and puts an
-inert stand-in for every other name of a list of packages. Nothing is imported, nothing of the file is called;
-a name outside the list is refused.
+torch's own tensors-only loader does not read pickles of protocol 4, which these files are, nor what files of
+a training run hold (enums of megatron, numpy scalars, optimizer objects). The unpickler here knows the few
+names that rebuild tensors, and puts an inert stand-in for every other name of a list of packages. Nothing is
+imported, nothing that a file names is called; a name outside the list is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import pickle
-import warnings
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,20 +100,12 @@ def load_pt(path: Path) -> Any:
     except (OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is not read: it is damaged or no file of torch.save ({error})") from error
     try:
-        return _load(path)
+        # not tensors-only to torch, but to the unpickler above, which is all that reads the pickle
+        return torch.load(
+            path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PICKLE_MODULE
+        )
     except Exception as error:  # damaged pickles raise nearly anything
         raise UserError(f"{path} is not read: {_first_line(error)}") from error
-
-
-def _load(path: Path) -> Any:
-    options: dict[str, Any] = {"map_location": "cpu", "mmap": True}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with torch.serialization.safe_globals([argparse.Namespace, OrderedDict]):
-                return torch.load(path, weights_only=True, **options)
-        except pickle.UnpicklingError:
-            return torch.load(path, weights_only=False, pickle_module=_PICKLE_MODULE, **options)
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from shardyard.errors import UserError
 
 LATEST, FILE = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+_TORCH_DIST = (".metadata", "metadata.json")
 Chunk = Mapping[str, torch.Tensor]
 
 
@@ -26,7 +27,7 @@ def iteration_folder(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder")
-    if any(_RANK.fullmatch(entry.name) or entry.name == ".metadata" for entry in folder.iterdir()):
+    if any(_RANK.fullmatch(path.name) or path.name in _TORCH_DIST for path in folder.iterdir()):
         return folder
     try:
         text = (folder / LATEST).read_text(encoding="utf-8").strip()
@@ -43,11 +44,14 @@ def iteration_folder(folder: Path) -> Path:
 class RankFiles:
     """The files of all ranks that are there.
 
+    Where folders are numbered in two dimensions, the second is the stage or the expert rank; ``staged`` says
+    it can only be the stage.
+
     Raises:
         UserError: no rank is there, or the first one's file is not readable.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, staged: bool) -> None:
         self.folder = folder
         numbered = {
             tuple(int(group) for group in match.groups() if group is not None): entry
@@ -59,7 +63,8 @@ class RankFiles:
         first = _load(next(iter(numbered.values())) / FILE)
         self.arguments = plain_arguments(first)
         """What the first rank's file says about the run; empty if it says nothing."""
-        self._folders = {_rank_of(key, self.arguments, first): path for key, path in numbered.items()}
+        staged = staged or _is_staged(self.arguments, first)
+        self._folders = {_rank_of(key, staged): path for key, path in numbered.items()}
         self._contents: dict[Rank, dict[str, Any]] = {next(iter(self._folders)): first}
 
     def __contains__(self, rank: Rank) -> bool:
@@ -128,15 +133,18 @@ def _chunk_keys(content: Mapping[str, Any]) -> list[str]:
     return keys
 
 
-def _rank_of(numbers: tuple[int, ...], arguments: Mapping[str, Any], first: Mapping[str, Any]) -> Rank:
+def _is_staged(arguments: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
+    """Whether the run had stages: as its arguments say, or because the first file does not hold both ends."""
+    stages = arguments.get("pipeline_model_parallel_size")
+    if isinstance(stages, int):
+        return stages > 1
+    ends = {"decoder.final_layernorm.weight", "final_layernorm.weight"}
+    return not any(ends & first[key].keys() for key in _chunk_keys(first))
+
+
+def _rank_of(numbers: tuple[int, ...], staged: bool) -> Rank:
     if len(numbers) == 3:
         return Rank(*numbers)
     if len(numbers) == 1:
         return Rank(numbers[0], 0, 0)
-    stages = arguments.get("pipeline_model_parallel_size")
-    if not isinstance(
-        stages, int
-    ):  # the number is the stage's or the expert rank's: whole models have no stages
-        ends = {"decoder.final_layernorm.weight", "final_layernorm.weight"}
-        stages = 1 if any(ends & first[key].keys() for key in _chunk_keys(first)) else 2
-    return Rank(numbers[0], numbers[1], 0) if stages > 1 else Rank(numbers[0], 0, numbers[1])
+    return Rank(numbers[0], numbers[1], 0) if staged else Rank(numbers[0], 0, numbers[1])

@@ -55,8 +55,10 @@ class McoreWeights:
         self.folder = folder
         self.config = read_config(folder, config)
         model = Model.of(self.config, model_type)
-        self._files = RankFiles(iteration_folder(folder))
-        layout, mtp_layers = discover(self._files, model, given or Given())
+        given = given or Given()
+        staged = not model.experts or given.schedules_method is not None
+        self._files = RankFiles(iteration_folder(folder), staged=staged)
+        layout, mtp_layers = discover(self._files, model, given)
         self._plan = Plan(model, layout, mtp_layers)
         self._sources = self._find_sources()
         self._check_tied()

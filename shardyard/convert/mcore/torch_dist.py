@@ -31,6 +31,7 @@ from shardyard.convert.mcore.pickles import Inert, load_pt, plain_arguments
 from shardyard.convert.mcore.pieces import Link, Plan
 from shardyard.convert.mcore.rank_files import iteration_folder
 from shardyard.convert.mcore.read import McoreWeights, hugging_face_order, read_config
+from shardyard.convert.pickled import cause_of
 from shardyard.convert.weights import Facts, Weights
 from shardyard.errors import UserError
 
@@ -201,8 +202,7 @@ class TorchDistWeights:
         except FileNotFoundError:
             raise UserError(f"{path} is missing; {key} is in it") from None
         except Exception as error:  # damaged data raises nearly anything
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{path} is damaged where {key} is: {first}") from error
+            raise UserError(f"{path} is not read where {key} is: {cause_of(error)}") from error
         if not isinstance(stored, torch.Tensor) or stored.shape != chunk.sizes:
             raise UserError(f"{path} is damaged: {key} is not the tensor that .metadata describes")
         return stored
@@ -227,9 +227,10 @@ def open_mcore(
 def is_torch_dist(folder: Path) -> bool:
     """Whether ``folder`` (of a checkpoint, or of its newest iteration) is of this layout."""
     try:
-        return (iteration_folder(folder) / ".metadata").exists()
+        found = iteration_folder(folder)
     except UserError:
         return False
+    return any((found / name).exists() for name in (".metadata", "metadata.json"))
 
 
 def _candidates(name: str) -> Iterator[_Place]:

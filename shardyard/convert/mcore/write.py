@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from shardyard.convert.mcore.rank_files import FILE, LATEST
 from shardyard.convert.mcore.rules import same_bits
 from shardyard.convert.weights import Weights
 from shardyard.convert.workers import Advance, run_tasks
-from shardyard.durable import sync, temporary_name, write_durably
+from shardyard.durable import remove_leftovers, sync, temporary_name, write_durably
 from shardyard.errors import UserError
 
 ITERATION = "iter_0000001"
@@ -69,7 +70,12 @@ def write_mcore(
     job = _Job(weights, folder, plan)
     with Journal(folder, job_of(weights, folder, "mcore", **_options(plan))) as journal:
         kept = [rank for rank in shapes if _is_finished(journal, job.name_of(rank))]
-        _write_files(job, shapes, kept, journal, workers, progress)
+        try:
+            _write_files(job, shapes, kept, journal, workers, progress)
+        except BaseException:
+            names = [job.name_of(rank) for rank in shapes]
+            _tidy([folder / name for name in names if not _is_finished(journal, name)])
+            raise
         _finish(folder, weights)
         journal.complete()
     return Written(folder, len(shapes), len(kept), left_out)
@@ -161,6 +167,17 @@ def _piece(link: Link, wholes: list[torch.Tensor], folder: Path) -> torch.Tensor
         return link.rule.piece(wholes, link.index, link.count)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{folder}: {link.hf[0]} does not fit its place {link.name}: {error}") from error
+
+
+def _tidy(paths: list[Path]) -> None:
+    """Remove what an error or a killed worker has left of files that do not count as finished."""
+    for path in paths:
+        if path.parent.is_dir():
+            path.unlink(missing_ok=True)
+            remove_leftovers(path)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+                path.parent.parent.rmdir()
 
 
 def _bytes(shapes: Shapes) -> int:
