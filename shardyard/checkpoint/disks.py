@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from shardyard.checkpoint.agreement import Peers
 from shardyard.checkpoint.folder import temporary_path
-from shardyard.checkpoint.manifest import MANIFEST, facts_of
+from shardyard.checkpoint.manifest import MANIFEST, facts_of, fault_of
+from shardyard.errors import UserError
 
 T = TypeVar("T")
 
@@ -85,11 +86,13 @@ def readers_of(path: Path, peers: Peers) -> Disks:
     """
 
     def identity() -> tuple[int, int, str]:
+        if not (path / MANIFEST).is_file():
+            raise UserError(f"{path} {fault_of(path)}")
         found = (path / MANIFEST).stat()
         return found.st_ino, found.st_mtime_ns, facts_of(path / MANIFEST).sha256
 
-    seen = peers.agree(f"reading {path}", identity)
-    return Disks(peers, tuple(seen.index(one) for one in seen))
+    seen = peers.agree(str(path), identity)
+    return Disks(peers, tuple(map(seen.index, seen)))
 
 
 def _nothing() -> Any:

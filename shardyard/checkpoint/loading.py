@@ -30,12 +30,13 @@ class Restored:
 
 
 def verify_together(path: Path, peers: Peers) -> None:
-    """Check sizes of all files on every rank, and hashes, each rank its share. Every rank calls it.
+    """Check sizes of all files, and hashes, each rank its share of its disk. Every rank calls it.
 
     Raises:
         UserError: on every rank, naming the damaged files of the first rank that found any.
     """
     what = str(path)
+    disks = readers_of(path, peers)
 
     def whole() -> None:
         if fault := fault_of(path):
@@ -43,12 +44,11 @@ def verify_together(path: Path, peers: Peers) -> None:
 
     def share_is_right() -> None:
         files = read_manifest(path).files
-        names = sorted(files)[mates.index(peers.rank) :: len(mates)]
+        names = sorted(files)[disks.mates.index(peers.rank) :: len(disks.mates)]
         if faults := damage(path, names, files):
             raise UserError(f"{path} is damaged: {'; '.join(faults)}")
 
-    peers.agree(what, whole)
-    mates = readers_of(path, peers).mates
+    disks.each(what, whole)
     peers.agree(what, share_is_right)
 
 

@@ -42,7 +42,7 @@ from shardyard.checkpoint.folder import (
     step_of,
 )
 from shardyard.checkpoint.loading import Restored, read_checkpoint, verify_together
-from shardyard.checkpoint.manifest import fault_of, read_manifest
+from shardyard.checkpoint.manifest import ManifestError, fault_of, read_manifest
 from shardyard.checkpoint.publishing import Assets, Job, publish_job
 from shardyard.checkpoint.retention import retain
 from shardyard.checkpoint.snapshot import DiskPlanner, HostCopies, SnapshotPlanner
@@ -181,6 +181,7 @@ class CheckpointStore:
         """Make the complete checkpoint of ``step`` the best one, or none; all ranks call it. Whether it did:
         without such a checkpoint there is no best one.
         """
+        self._background.settle()
         path = None if step is None else checkpoint_path(self.folder, step)
         pointer = self.folder / BEST
         what = f"writing {pointer}"
@@ -213,16 +214,17 @@ class CheckpointStore:
             UserError: that one is hostile, or holds other tensors than this model has.
         """
         self._background.settle()
-        shares = self.peers.agree(f"looking at {self.folder}", self._numbered)
-        if self.peers.is_first:
-            tell_incomplete(self.folder)
-        for _, name in sorted(set(shares[0]).intersection(*shares), key=_by_sequence, reverse=True):
-            path = self.folder / name
+        shares = [set(share) for share in self.peers.agree(f"looking at {self.folder}", self._numbered)]
+        everywhere = set.intersection(*shares)
+        for numbered in sorted(set.union(*shares), key=_by_sequence, reverse=True):
+            path = self.folder / numbered[1]
+            if numbered not in everywhere:
+                self._pass_over(f"not every machine has the same {path}")
+                continue
             try:
                 verify_together(path, self.peers)
             except UserError as error:
-                if self.peers.is_first:
-                    logger.warning("passing over a checkpoint: %s", error)
+                self._pass_over(str(error))
                 continue
             return read_checkpoint(path, self.peers, model=model, optimizer=optimizer)
         return None
@@ -259,7 +261,18 @@ class CheckpointStore:
         clean(self.folder)
 
     def _numbered(self) -> list[tuple[int, str]]:
-        return [(read_manifest(path).sequence, path.name) for path in self.complete()]
+        """(sequence, name) of what has a manifest; its files are not looked at yet."""
+        found = []
+        for path in named(self.folder):
+            try:
+                found.append((read_manifest(path).sequence, path.name))
+            except ManifestError as error:
+                self._pass_over(f"{path} {error}")
+        return found
+
+    def _pass_over(self, reason: str) -> None:
+        if self.peers.is_first:
+            logger.warning("passing over a checkpoint: %s", reason)
 
     def _find_disks(self, peers: Peers) -> Disks:
         if self._disks is None:
