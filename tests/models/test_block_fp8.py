@@ -60,13 +60,17 @@ def pair(tmp_path_factory):
     return write_pair(tmp_path_factory.mktemp("fp8"))
 
 
+def weights_of(folders, recipe):
+    return [outcome and outcome.weights for outcome in (train_rows(f, ROWS, recipe) for f in folders)]
+
+
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [
-        (1, {}),
-        (2, {}),
         (2, {"tp_size": 2}),
-        (2, {"ep_size": 2}),
+        pytest.param(2, {}, marks=pytest.mark.soak),
+        pytest.param(1, {}, marks=pytest.mark.soak),
+        pytest.param(2, {"ep_size": 2}, marks=pytest.mark.soak),
         pytest.param(4, {}, marks=pytest.mark.soak),
         pytest.param(2, {"pp_size": 2}, marks=pytest.mark.soak),
         pytest.param(2, {"shard_placement_fn": "shard_by_dim_1"}, marks=pytest.mark.soak),
@@ -76,28 +80,28 @@ def pair(tmp_path_factory):
 def test_fp8_weights_start_as_the_loop_over_blocks_gives_them(ranks, pair, world, parallel):
     fp8, plain = pair
     recipe = Recipe(parallel=parallel, steps=0)
-    found, wanted = (ranks.run(world, train_rows, folder, ROWS, recipe)[0].weights for folder in (fp8, plain))
+    found, wanted = ranks.run(world, weights_of, (fp8, plain), recipe)[0]
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], weight) for name, weight in wanted.items())
 
 
-def refusal(folder, changes):
-    """What is said of the fp8 model in ``folder`` after a change of its config or its files."""
+def refusals(cases):
+    """What is said of each folder of an fp8 model with another quantization_config and other tensors."""
     from safetensors.torch import load_file, save_file
 
-    config, tensors = changes
-    stated = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(stated | {"quantization_config": config}))
-    stored = load_file(folder / "model.safetensors")
-    stored = {name: stored[name] for name in stored if name not in tensors} | {
-        name: tensor for name, tensor in tensors.items() if tensor is not None
-    }
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    try:
-        build_step(folder, Recipe())
-    except UserError as error:
-        return str(error)
-    return ""
+    said = []
+    for folder, config, tensors in cases:
+        stated = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(stated | {"quantization_config": config}))
+        stored = load_file(folder / "model.safetensors") | tensors
+        stored = {name: tensor for name, tensor in stored.items() if tensor is not None}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        try:
+            build_step(folder, Recipe())
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    return said
 
 
 def test_other_quantised_forms_and_scales_that_do_not_fit_are_named(ranks, tmp_path, pair):
@@ -107,16 +111,15 @@ def test_other_quantised_forms_and_scales_that_do_not_fit_are_named(ranks, tmp_p
 
     name = "model.layers.1.self_attn.o_proj.weight_scale_inv"
     fp8 = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    for number, (config, tensors, wanted) in enumerate(
-        [
-            ({"quant_method": "awq"}, {}, "awq"),
-            (fp8 | {"weight_block_size": None}, {}, "weight_block_size None"),
-            (fp8, {name: None}, f"no {name}"),
-            (fp8, {name: torch.ones(7, 1)}, "scales [7, 1]"),
-        ]
-    ):
-        folder = shutil.copytree(pair[0], tmp_path / str(number))
-        message = ranks.run(1, refusal, folder, (config, tensors))[0]
+    changes = {
+        "awq": ({"quant_method": "awq"}, {}),
+        "weight_block_size None": (fp8 | {"weight_block_size": None}, {}),
+        f"no {name}": (fp8, {name: None}),
+        "scales [7, 1]": (fp8, {name: torch.ones(7, 1)}),
+    }
+    copies = [shutil.copytree(pair[0], tmp_path / str(number)) for number in range(len(changes))]
+    cases = [(folder, *change) for folder, change in zip(copies, changes.values(), strict=True)]
+    for wanted, message in zip(changes, ranks.run(1, refusals, cases)[0], strict=True):
         assert wanted in message and "model.model_name_or_path" in message, message
 
 

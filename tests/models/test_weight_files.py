@@ -39,8 +39,9 @@ def test_a_slice_of_a_file_is_that_of_the_tensor(tmp_path, shape, dtype):
             assert tensor[slice(0, 0)].shape == (0, *shape[1:])
 
 
-def weights_of(ranks, folder, world=2):
-    return ranks.run(world, train_rows, folder, make_rows(4), Recipe(steps=0))[0].weights
+def weights_of(folders):
+    found = [train_rows(folder, make_rows(4), Recipe(steps=0)) for folder in folders]
+    return [outcome.weights for outcome in found if outcome is not None]
 
 
 def test_torch_files_are_read_where_there_are_no_others(ranks, tmp_path):
@@ -48,7 +49,6 @@ def test_torch_files_are_read_where_there_are_no_others(ranks, tmp_path):
     from safetensors.torch import load_file
 
     folder = write_tiny_model(tmp_path / "m", "qwen3")
-    wanted = weights_of(ranks, folder)
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     files = {f"pytorch_model-0000{n + 1}-of-00002.bin": names[n::2] for n in range(2)}
@@ -58,16 +58,19 @@ def test_torch_files_are_read_where_there_are_no_others(ranks, tmp_path):
         "several": {**files, "pytorch_model.bin.index.json": index},
         "pt": {"consolidated.pt": names, "optimizer.pt": None},
     }
+    made = {}
     for kind, content in kinds.items():
-        made = shutil.copytree(folder, tmp_path / kind, ignore=shutil.ignore_patterns("*.safetensors"))
+        made[kind] = shutil.copytree(folder, tmp_path / kind, ignore=shutil.ignore_patterns("*.safetensors"))
         for name, held in content.items():
+            path = made[kind] / name
             if isinstance(held, dict):
-                (made / name).write_text(json.dumps(held))
+                path.write_text(json.dumps(held))
             elif held is None:
-                (made / name).write_bytes(b"no weights of a model")
+                path.write_bytes(b"no weights of a model")
             else:
-                torch.save({key: tensors[key] for key in held}, made / name)
-        found = weights_of(ranks, made)
+                torch.save({key: tensors[key] for key in held}, path)
+    wanted, *others = ranks.run(2, weights_of, [folder, *made.values()])[0]
+    for kind, found in zip(made, others, strict=True):
         assert found.keys() == wanted.keys(), kind
         assert all(np.array_equal(found[key], wanted[key]) for key in wanted), kind
 
@@ -82,12 +85,15 @@ class Hostile:
         return (Path(self.marker).touch, ())
 
 
-def refusal(folder: Path) -> str:
-    try:
-        build_step(folder, Recipe())
-    except UserError as error:
-        return str(error)
-    return ""
+def refusals(folders: list[Path]) -> list[str]:
+    said = []
+    for folder in folders:
+        try:
+            build_step(folder, Recipe())
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    return said
 
 
 def test_hostile_and_damaged_files_are_refused_with_one_message(ranks, tmp_path):
@@ -111,7 +117,7 @@ def test_hostile_and_damaged_files_are_refused_with_one_message(ranks, tmp_path)
     (cases["lost"] / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}})
     )
-    said = {kind: ranks.run(1, refusal, made)[0] for kind, made in cases.items()}
+    said = dict(zip(cases, ranks.run(1, refusals, list(cases.values()))[0], strict=True))
     assert not marker.exists()
     for kind in ("hostile", "hostile_zip"):
         assert "could run code" in said[kind] and "safetensors" in said[kind], said
