@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +34,25 @@ def convert(argv: Sequence[str]) -> int:
         UserError: a wrong option, or what cannot be converted.
     """
     words = list(argv)
+    names: Mapping[str, str] = {}
     try:
         if words[:1] and words[0] in ("convert_ckpt_v2.py", "merge_dcp_to_hf.py"):
-            from shardyard.cli.convert_reference import reference_conversion
+            from shardyard.cli.convert_reference import OWN_WORDS, reference_conversion
 
+            names = OWN_WORDS[words[0]]
             return run(reference_conversion(words[0], words[1:]))
-        options = parse(convert_parser(), words)
+        return run(conversion_of(parse(convert_parser(), words)))
+    except UserError as error:
+        raise UserError(_own_words(str(error), names)) from error
     except SystemExit:  # argparse has printed the help
         return 0
-    return run(conversion_of(options))
+
+
+def _own_words(message: str, names: Mapping[str, str]) -> str:
+    """A message that names fields of the layout, or options of the verb, as they were typed."""
+    fields = "|".join(field for field in _LAYOUT.values() if "_" in field)
+    message = re.sub(rf"(?<![\w/.-])({fields})\b", lambda found: _spelt(found[0]), message)
+    return re.sub(r"(?<![\w-])--[a-z-]+", lambda found: names.get(found[0], found[0]), message)
 
 
 def run(job: Conversion) -> int:
@@ -126,12 +137,12 @@ def mcore_options(options: argparse.Namespace, form: str, to: str) -> tuple[Mcor
     """
     from shardyard.convert.mcore import Given, McoreLayout, parse_list
 
-    stated = {name: getattr(options, name) for name in _LAYOUT if getattr(options, name) not in (None, False)}
+    typed = {name: getattr(options, name) for name in _LAYOUT}
     for name in ("num_layer_list", "noop_layers"):
-        if name in stated:
-            stated[name] = parse_list(stated[name], _spelt(name)) or None
+        typed[name] = parse_list(typed[name], _spelt(name)) or None if typed[name] else None
+    stated = {name: value for name, value in typed.items() if value is not None and value is not False}
     if to == "mcore":
-        return McoreLayout(**{_LAYOUT[name]: value for name, value in stated.items() if value}), Given()
+        return McoreLayout(**{_LAYOUT[name]: value for name, value in stated.items()}), Given()
     if form != "mcore":
         if stated or options.model_type:
             name = next(iter(stated), "model_type")

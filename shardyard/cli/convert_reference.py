@@ -27,9 +27,21 @@ _REFUSED = {
     "--num-layers": "all layers are converted; for a smaller model train one with model.config_overrides",
 }
 """Options of the reference that would have no effect or no meaning here, and why."""
+OWN_WORDS = {
+    "merge_dcp_to_hf.py": {"--config": "--model-configs", "--from": "--load-dir"},
+    "convert_ckpt_v2.py": {
+        "--config": "--hf-cfg-dir",
+        "--from": "--load-model-type",
+        "--to": "--save-model-type",
+        "--expert-tp": "--expert-tensor-parallel-size",
+        "--vpp": "--num-layers-per-virtual-pipeline-stage",
+    },
+}
+"""What messages that name an option of ``shardyard convert`` name here."""
 _SIDES = {"hf": "hf", "mg": "mcore"}
 _TARGET_SIZES = (
-    "tp", "pp", "ep", "vpp", "moe_grouped_gemm", "transformer_impl", "mtp_num_layers",
+    "tp", "pp", "ep", "vpp", "moe_grouped_gemm", "transformer_impl", "mtp_num_layers", "dialect",
+    "make_vocab_size_divisible_by",
 )  # fmt: skip
 """What a Megatron-core folder that is read says of itself, whatever a script repeats."""
 

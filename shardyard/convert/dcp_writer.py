@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -37,7 +37,7 @@ from shardyard.convert.progress import ByteProgress
 from shardyard.convert.side_files import write_side_files
 from shardyard.convert.weights import Facts, Weights, config_of, size_of
 from shardyard.convert.workers import Advance, run_tasks
-from shardyard.durable import sync, write_durably
+from shardyard.durable import flush, sync, write_durably
 
 PART_BYTES = 5_000_000_000
 _PREFIX = "model."
@@ -128,21 +128,35 @@ def _write_parts(
 def _write_part(
     weights: Weights, names: ModelNames, folder: Path, part: _Part, advance: Advance
 ) -> dict[str, Any]:
-    """Write one file; its hash, and where in it each tensor lies."""
-    planner = _LazyPlanner(weights, names, part, advance)
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+    """Write one file, each tensor as torch.save writes it, which is what DCP's own writer does; but that one
+    keeps all tensors of a file until its end.
+
+    Returns:
+        The hash, and where in the file each tensor lies.
+    """
+    path = folder / part.file
+    places: dict[str, list[int]] = {}
     try:
-        written = writer.write_data(_plan(part), planner).wait()
+        with path.open("wb") as file:
+            for unit in part.units:
+                made = names.to_memory({name: weights.read(name) for name in unit.sources})
+                for name in unit.results:
+                    begin, tensor = file.tell(), alone(made.pop(name))
+                    torch.save(tensor, file)
+                    places[_PREFIX + name] = [begin, file.tell() - begin]
+                    advance(tensor.nbytes)
+            flush(file)
     except BaseException as error:
-        (folder / part.file).unlink(missing_ok=True)
-        # torch's own writer of archives fails once more on the way out of a full disk's error.
+        path.unlink(missing_ok=True)
+        # torch's writer of archives fails once more on the way out of a full disk's error.
         raise _cause_on_disk(error) or error from error
-    return {
-        "sha256": facts_of(folder / part.file).sha256,
-        "places": {
-            result.index.fqn: [result.storage_data.offset, result.storage_data.length] for result in written
-        },
-    }
+    return {"sha256": facts_of(path).sha256, "places": places}
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a storage of its own: torch.save writes all of a storage."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _cause_on_disk(error: BaseException | None) -> OSError | None:
@@ -151,33 +165,12 @@ def _cause_on_disk(error: BaseException | None) -> OSError | None:
     return error
 
 
-class _LazyPlanner(DefaultSavePlanner):
-    """Makes a tensor when it is written; of a unit with several results the others are kept until then."""
-
-    def __init__(self, weights: Weights, names: ModelNames, part: _Part, advance: Advance) -> None:
-        super().__init__()
-        self._weights, self._names, self._advance = weights, names, advance
-        self._unit_of = {_PREFIX + name: unit for unit in part.units for name in unit.results}
-        self._made: dict[str, torch.Tensor] = {}
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        key = write_item.index.fqn
-        if key not in self._made:
-            unit = self._unit_of[key]
-            made = self._names.to_memory({name: self._weights.read(name) for name in unit.sources})
-            self._made |= {_PREFIX + name: tensor for name, tensor in made.items()}
-        tensor = self._made.pop(key).contiguous()
-        self._advance(tensor.nbytes)
-        return tensor
-
-
 def _plan(part: _Part) -> SavePlan:
     """What DCP would plan for a rank that holds these tensors whole."""
     on_meta = {
         key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in part.facts.items()
     }
-    plan = create_default_local_save_plan(on_meta, is_coordinator=True)
-    return SavePlan(plan.items, storage_data=_StoragePrefix(f"__{part.number}_"))
+    return create_default_local_save_plan(on_meta, is_coordinator=True)
 
 
 def _write_metadata(parts: Sequence[_Part], journal: Journal) -> None:

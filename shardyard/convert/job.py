@@ -5,30 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from shardyard.checkpoint.manifest import MANIFEST
 from shardyard.checkpoint.manifest import verify as damaged_files
 from shardyard.convert.dcp import DcpWeights, side_files_of
 from shardyard.convert.dcp_writer import write_dcp
 from shardyard.convert.formats import NAMES, Form, form_of
-from shardyard.convert.hf import HfWeights
+from shardyard.convert.hf import HfWeights, read_config
 from shardyard.convert.hf_writer import SHARD_BYTES, write_hf
 from shardyard.convert.journal import JOURNAL
-from shardyard.convert.mcore import Given, McoreLayout, McoreWeights, write_mcore
+from shardyard.convert.mcore import Given, McoreLayout, open_mcore, write_mcore
 from shardyard.convert.progress import ByteProgress
 from shardyard.convert.side_files import write_side_files
 from shardyard.convert.verify import Verified, verify
-from shardyard.convert.weights import CastWeights, Weights, config_dtype, config_of, total_bytes
+from shardyard.convert.weights import CastWeights, Weights, WithConfig, config_dtype, config_of, total_bytes
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.convert")
 
-_MCORE_JOURNAL = ".conversion.json"
 _BYTES_PER_WORKER = 2_000_000_000
 """What makes it worth to start another process."""
 
@@ -114,7 +115,20 @@ def open_weights(job: Conversion, form: Form) -> Weights:
         return HfWeights(job.source, config_dir=job.config_dir, dtype=job.dtype or torch.bfloat16)
     if form == "dcp":
         return DcpWeights(job.source, config_dir=job.config_dir)
-    return McoreWeights(job.source, job.config_dir, model_type=job.model_type, given=job.given)
+    config = read_config(job.config_dir or job.source)
+    weights = open_mcore(job.source, with_other_names(config), model_type=job.model_type, given=job.given)
+    return WithConfig(weights, config)
+
+
+def with_other_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that also has each key by the name that other versions of transformers write.
+
+    Megatron-core's conversions know a family's own names; transformers 5 writes ``num_local_experts`` where
+    Qwen3-MoE says ``num_experts``.
+    """
+    known = config.get("model_type") in CONFIG_MAPPING
+    names = CONFIG_MAPPING[config["model_type"]].attribute_map if known else {}
+    return {**{other: config[name] for other, name in names.items() if name in config}, **config}
 
 
 def _in_dtype(job: Conversion, form: Form, weights: Weights) -> Weights:
@@ -152,7 +166,7 @@ def _write(job: Conversion, weights: Weights, side_dir: Path, size: int) -> tupl
         )
     with ByteProgress("writing", size) as progress:
         written = write_mcore(
-            weights,
+            WithConfig(weights, with_other_names(weights.config)),
             job.target,
             job.layout,
             workers=workers,
@@ -168,7 +182,8 @@ def _reopen(job: Conversion, weights: Weights) -> Weights:
         return HfWeights(job.target)
     if job.to == "dcp":
         return DcpWeights(job.target)
-    return McoreWeights(job.target, weights.config, model_type=job.model_type, given=_given_of(job.layout))
+    config = with_other_names(weights.config)
+    return open_mcore(job.target, config, model_type=job.model_type, given=_given_of(job.layout))
 
 
 def _given_of(layout: McoreLayout) -> Given:
@@ -193,7 +208,7 @@ def _check_target(job: Conversion) -> None:
         raise UserError(f"{target} is both source and target; name another folder to write to")
     if target.exists() and not target.is_dir():
         raise UserError(f"{target} is a file; name a new folder")
-    if not target.is_dir() or any((target / name).exists() for name in (JOURNAL, _MCORE_JOURNAL)):
+    if not target.is_dir() or (target / JOURNAL).exists():
         return
     if foreign := next(target.iterdir(), None):
         raise UserError(f"{target} is not empty ({foreign.name}); name a new folder, nothing is overwritten")

@@ -137,9 +137,10 @@ class Journal:
                 "or name a new one"
             )
         for row in rows[1:]:
-            path = self.folder / str(row.pop("file"))
+            name = str(row.pop("file"))
+            path = self.folder / name
             if path.is_file() and path.stat().st_size == row["bytes"]:
-                self.finished[path.name if path.parent == self.folder else str(path)] = row
+                self.finished[name] = row
 
     def _append(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")

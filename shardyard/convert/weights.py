@@ -83,6 +83,17 @@ class CastWeights:
         return dtype.is_floating_point and name not in self.kept
 
 
+class WithConfig:
+    """The same weights with another config.json."""
+
+    def __init__(self, weights: Weights, config: Mapping[str, Any]) -> None:
+        self.source, self.config = weights, config
+        self.folder, self.facts = weights.folder, weights.facts
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.source.read(name)
+
+
 def without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json without the dtype of its weights, under either of its names."""
     return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
