@@ -31,8 +31,8 @@ def write_pair(root: Path) -> tuple[Path, Path]:
     fp8.mkdir()
     stored, exact = {}, {}
     for name, weight in load_file(plain / "model.safetensors").items():
-        exact[name] = stored[name] = weight
         if not name.endswith("_proj.weight"):
+            exact[name] = stored[name] = weight if "bias" in name else weight.bfloat16()
             continue
         rows, columns = weight.shape
         scale = torch.zeros(-(-rows // BLOCK), -(-columns // BLOCK))
@@ -47,6 +47,7 @@ def write_pair(root: Path) -> tuple[Path, Path]:
     save_file(exact, plain / "model.safetensors", {"format": "pt"})
     save_file(stored, fp8 / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
+    config["dtype"] = "bfloat16"
     config["quantization_config"] = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
@@ -83,6 +84,29 @@ def test_fp8_weights_start_as_the_loop_over_blocks_gives_them(ranks, pair, world
     found, wanted = ranks.run(world, weights_of, (fp8, plain), recipe)[0]
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], weight) for name, weight in wanted.items())
+
+
+def export(folder: Path, out: Path) -> None:
+    from shardyard.checkpoint import check_exportable, export_hf
+
+    built, _, _ = build_step(folder, Recipe())
+    check_exportable(built.model, source_dir=built.source, tokenizer=None)
+    export_hf(built.model, out_dir=out, source_dir=built.source, tokenizer=None)
+
+
+def test_an_export_of_an_fp8_model_is_plain_bf16(ranks, tmp_path, pair):
+    import torch
+    from safetensors.torch import load_file
+
+    fp8, plain = pair
+    ranks.run(1, export, fp8, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+    wanted = load_file(plain / "model.safetensors")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor if "bias" in name else tensor.bfloat16()), name
 
 
 def refusals(cases):
