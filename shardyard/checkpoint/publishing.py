@@ -21,6 +21,7 @@ from shardyard.checkpoint.manifest import (
     fault_of,
     write_manifest,
 )
+from shardyard.checkpoint.writing import space_told
 from shardyard.durable import sync, write_durably
 from shardyard.errors import UserError
 
@@ -71,9 +72,17 @@ def publish_job(job: Job, disks: Disks, shares: list[dict[str, FileFacts]]) -> N
         if fault := fault_of(folder):
             raise UserError(f"{folder} {fault}: what ranks wrote is not what their disk shows")
 
-    disks.each(job.what, finish)
     pointers = [LATEST, BEST] if job.best else [LATEST]
-    disks.each(job.what, lambda: publish(job.temporary, job.path, pointers))
+    disks.each(job.what, lambda: _telling_space(job, finish))
+    disks.each(job.what, lambda: _telling_space(job, lambda: publish(job.temporary, job.path, pointers)))
+
+
+def _telling_space(job: Job, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except OSError as error:
+        full, free = space_told(job.path.parent)
+        raise UserError(f"{job.what}: {full}{error.strerror or error}{free}") from error
 
 
 def _write_assets(folder: Path, assets: Assets) -> dict[str, FileFacts]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -50,8 +49,8 @@ def write_tensors(
         if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
             raise KeyboardInterrupt from error
         # Of the disk that failed, and in the same words on every rank.
-        space = peers.gather((_full(folder), _free(folder)))[min(error.failures)]
-        raise UserError(f"{what}: {space[0]}{causes_of(error)}{space[1]}") from error
+        full, free = peers.gather(space_told(folder))[min(error.failures)]
+        raise UserError(f"{what}: {full}{causes_of(error)}{free}") from error
     writer.share_metadata(peers, what)
     return writer.facts
 
@@ -175,17 +174,10 @@ def causes_of(error: dcp.api.CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {line}" for line, rank in sorted(lines.items(), key=lambda one: one[1]))
 
 
-def _free_mib(folder: Path) -> float | None:
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(folder).free / 2**20
-    return None
-
-
-def _full(folder: Path) -> str:
-    free = _free_mib(folder)
-    return "no space is left; " if free is not None and free < _FULL_MIB else ""
-
-
-def _free(folder: Path) -> str:
-    free = _free_mib(folder)
-    return "" if free is None else f" ({free:,.0f} MiB are free there)"
+def space_told(folder: Path) -> tuple[str, str]:
+    """What to say of a disk before and after the reason why something could not be written there."""
+    try:
+        free = shutil.disk_usage(folder).free / 2**20
+    except OSError:
+        return "", ""
+    return "no space is left; " if free < _FULL_MIB else "", f" ({free:,.0f} MiB are free there)"

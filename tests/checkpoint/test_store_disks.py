@@ -162,6 +162,37 @@ def test_a_disk_of_one_and_a_half_checkpoints_keeps_the_first_whole(ranks, tmp_p
         assert_first_is_whole(out, ranks.run(2, fill_disk, out, wait, size * 3 // 4))
 
 
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("place", ["run_state.json", "manifest.json", "latest", "assets"])
+def test_a_disk_that_fills_after_the_tensors_fails_the_save_as_well(tmp_path, monkeypatch, place, wait):
+    import torch
+
+    from shardyard.checkpoint import folder, manifest, publishing
+
+    store = CheckpointStore(tmp_path, save_total_limit=1, background=lambda: None)
+    model = torch.nn.Linear(2, 2)
+    store.save(1, model=model, optimizer=None, run_state={})
+    for module in (folder, manifest, publishing):
+        real = module.write_durably
+
+        def write(path: Path, text: str, real: Any = real) -> None:
+            if place in path.name:
+                raise OSError(28, os.strerror(28), str(path))
+            real(path, text)
+
+        monkeypatch.setattr(module, "write_durably", write)
+
+    def assets(home: Path) -> None:
+        if place == "assets":
+            raise OSError(28, os.strerror(28), str(home))
+
+    with pytest.raises(UserError, match=r"global_step_2: .*No space left on device.*MiB are free there"):
+        store.save(2, model=model, optimizer=None, run_state={}, wait=wait, assets=assets)
+        store.wait()
+    assert [name for name in listed(tmp_path / "checkpoints") if "step" in name] == ["global_step_1"]
+    assert verify(tmp_path / "checkpoints" / "global_step_1") == []
+
+
 def sizes(_: None) -> tuple[int, int, int]:
     import torch
 
