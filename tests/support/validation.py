@@ -50,6 +50,7 @@ def real_trainer(
     from shardyard.data.sampler import ElasticSampler
     from shardyard.monitor import Monitor
     from shardyard.optim import Schedule
+    from shardyard.train.differences import RunFacts
     from shardyard.train.resume import restore
     from shardyard.train.trainer import Trainer
 

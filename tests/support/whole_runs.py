@@ -239,6 +239,11 @@ def _write_down_steps(file: Path, halt_after: int | None) -> None:
     TrainStep.__call__ = write_and_step  # type: ignore[method-assign]  # this process is one rank of one run
 
 
+def steps_begun(folder: Path, out: str, leg: str, world: int) -> int:
+    """How many steps all ranks of a run that is under way have begun."""
+    return len(_leg(folder, out, leg, world).steps)
+
+
 def _leg(folder: Path, out: str, leg: str, world: int) -> Leg:
     """The steps that all ranks have begun."""
     of_ranks: list[dict[int, list[Document]]] = []

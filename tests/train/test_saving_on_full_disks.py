@@ -1,4 +1,4 @@
-"""A disk with room for one and a half checkpoints: the run ends or goes on, as configured; the first stays whole."""
+"""A disk with room for one and a half checkpoints: the run ends or goes on; the first one stays whole."""
 
 from __future__ import annotations
 
