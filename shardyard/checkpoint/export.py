@@ -41,7 +41,7 @@ _SCALE = "_scale_inv"
 _PROBED_UP_TO = 2 * 10**9
 """Bytes in fp32 up to which an export is loaded again by plain transformers and answers a fixed prompt."""
 _JOB_BYTES = 1 << 26
-"""What is sent and written at a time, at most; a quarter of the largest tensor where that is less."""
+"""What is sent and written at a time, at most; an eighth of the largest tensor where that is less."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def export_hf(
     What is written is read again; a model of at most ``probe_bytes`` in fp32 is also loaded by plain
     transformers, and answers a fixed prompt as the live model does. Only then files take their final names,
     as `placing` says: a folder that does not exist yet comes into being whole. Beside its shards a rank needs
-    memory for some jobs of ``job_bytes`` each, or of a quarter of the largest tensor if that is less.
+    memory for some jobs of ``job_bytes`` each, or of an eighth of the largest tensor if that is less.
 
     ``chat_template`` (jinja) is written for a tokenizer that has none. The tokenizer's eos id joins the stop
     ids of generation_config.json, as the end of the turns that were trained.
@@ -163,7 +163,7 @@ def export_hf(
     folder: Path | None = None
     try:
         folder = peers.first(what, lambda: temporary_folder(out_dir))
-        _stream(model, prepared, peers, folder, min(job_bytes, prepared.largest / 4), what)
+        _stream(model, prepared, peers, folder, min(job_bytes, prepared.largest / 8), what)
 
         def finish(ready: Path) -> ExportReport:
             _complete(ready, prepared.files)
@@ -231,7 +231,7 @@ def _stream(model: Any, prepared: _Prepared, peers: Peers, folder: Path, job_byt
         units=prepared.units,
         shapes=shapes,
         dtypes={name: dtype for name, (_, dtype) in facts.items()},
-        pieces=pieces_of(tensors, shapes, peers),
+        pieces=pieces_of(tensors, prepared.holdings, peers),
         plan=prepared.files,
         aliases=prepared.aliases,
         owners=_owners(len(prepared.files.files), [rank for rank, sees in enumerate(seen) if sees]),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.holdings import Holdings
 
 
 class Box(NamedTuple):
@@ -64,29 +65,32 @@ def box_of(tensor: torch.Tensor) -> Box:
     return Box(offset, shape)
 
 
-def pieces_of(
-    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], peers: Peers
-) -> Pieces:
+def pieces_of(tensors: Mapping[str, torch.Tensor], holdings: Holdings, peers: Peers) -> Pieces:
     """What each tensor is put together of; every rank calls it with the tensors that it holds.
 
     Raises:
-        RuntimeError: the parts of a tensor do not make the whole (``shapes``).
+        RuntimeError: the parts of a tensor do not make the whole.
     """
-    found: dict[str, dict[Box, int]] = {name: {} for name in shapes}
+    found: dict[str, dict[Box, int]] = {name: {} for name in holdings.facts}
     everyone = peers.gather({name: box_of(tensor) for name, tensor in tensors.items()})
     for rank, boxes in enumerate(everyone):
         for name, box in boxes.items():
-            if box.count:
-                found[name].setdefault(Box(*box), rank)
-    pieces = {name: tuple(Piece(r, box) for box, r in boxes.items()) for name, boxes in found.items()}
-    for name, parts in pieces.items():
-        _check_whole(name, parts, shapes[name])
-    return pieces
+            if box.count and holdings.takes_part(rank, name):
+                found[name].setdefault(box, rank)
+    for name, boxes in found.items():
+        _check_whole(name, list(boxes), holdings.facts[name][0])
+    return {name: tuple(Piece(r, box) for box, r in boxes.items()) for name, boxes in found.items()}
 
 
-def _check_whole(name: str, parts: tuple[Piece, ...], shape: tuple[int, ...]) -> None:
-    whole = Box((0,) * len(shape), shape)
-    inside = all(whole.overlap(box) == box for _, box in parts)
-    apart = not any(a.box.overlap(b.box) for n, a in enumerate(parts) for b in parts[:n]) if shape else True
-    if not inside or not apart or sum(box.count for _, box in parts) != whole.count:
-        raise RuntimeError(f"the shards of {name} {list(shape)} do not make the whole: {parts}")
+def _check_whole(name: str, boxes: list[Box], shape: tuple[int, ...]) -> None:
+    """Shards are the fields of a grid: cuts of one dimension do not depend on those of another."""
+    fields = 1
+    for dim, length in enumerate(shape):
+        cuts = sorted({(box.offset[dim], box.shape[dim]) for box in boxes})
+        ends = [0, *(start + size for start, size in cuts)]
+        if [start for start, _ in cuts] != ends[:-1] or (ends[-1] != length):
+            fields = -1
+            break
+        fields *= len(cuts)
+    if 0 not in shape and len(boxes) != fields:
+        raise RuntimeError(f"the shards of {name} {list(shape)} do not make the whole: {boxes}")

@@ -6,7 +6,8 @@ pieces of its next job from the ranks that hold them, turns them back into their
 No rank ever holds more of a tensor than a job, beside its own shards.
 
 All ranks know all jobs, so nothing is announced. In each round a rank first offers the memory that it
-receives into and then sends, so no two ranks wait for each other.
+receives into and then sends, so no two ranks wait for each other. It writes what has come while the next
+round is under way.
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ class Stream:
     ) -> None:
         self.task, self.held, self.model, self.peers = task, held, model, peers
         self._wire = {unit: task.wire_dtype(unit) for unit in task.units}
+        self._boxes = {
+            name: box for name, parts in task.pieces.items() for rank, box in parts if rank == peers.rank
+        }
         self._tags = itertools.count()
         self._sent: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
         self._output = _Output(task, peers.rank, folder)
@@ -120,18 +124,27 @@ class Stream:
             UserError, RuntimeError: on every rank, as `Peers.agree` does, when one of them fails.
         """
         queues = jobs_by_owner(self.task)
-        rounds = max(map(len, queues.values()), default=0)
+        count = max(map(len, queues.values()), default=0)
+        rounds = [{o: jobs[n] for o, jobs in queues.items() if n < len(jobs)} for n in range(count)]
         with self._output, torch.no_grad():
-            for number in range(rounds):
-                jobs = {owner: jobs[number] for owner, jobs in queues.items() if number < len(jobs)}
-                self._round(jobs)
-                if (number + 1) % _AGREE_EVERY == 0:
-                    self.peers.agree(what, self._output.raise_failure)
-            self._wait_for_sent(0)
+            for first in range(0, count, _AGREE_EVERY):
+                self._go_through(rounds[first : first + _AGREE_EVERY])
+                self.peers.agree(what, self._output.raise_failure)
             self._output.finish()
             self.peers.agree(what, self._output.raise_failure)
 
-    def _round(self, jobs: Mapping[int, Job]) -> None:
+    def _go_through(self, rounds: Sequence[Mapping[int, Job]]) -> None:
+        """What a round brings is written while the next one is under way."""
+        pending: _Arriving | None = None
+        for jobs in rounds:
+            arriving = self._begin(jobs)
+            self._take(pending)
+            pending = arriving
+        self._take(pending)
+        self._wait_for_sent(0)
+
+    def _begin(self, jobs: Mapping[int, Job]) -> _Arriving | None:
+        """Offer memory for what comes in this round, and send what others get."""
         rank = self.peers.rank
         # Every rank counts every message, so that both ends of one know its tag.
         messages = {owner: list(self._messages(owner, job)) for owner, job in jobs.items()}
@@ -140,10 +153,12 @@ class Stream:
             for giver, name, box, tag in messages[owner]:
                 if giver == rank != owner:
                     self._send(self.part(name, box, job), owner, tag)
+        return arriving
+
+    def _take(self, arriving: _Arriving | None) -> None:
         if arriving is not None:
             tensors = arriving.wait()
-            del arriving
-            self._output.guard(lambda: self._output.write(self.model, jobs[rank], tensors))
+            self._output.guard(lambda: self._output.write(self.model, arriving.job, tensors))
 
     def _messages(self, owner: int, job: Job) -> Iterator[tuple[int, str, Box, int]]:
         """(giver, tensor, box, tag) of each piece that ``job`` is put together of."""
@@ -157,8 +172,7 @@ class Stream:
         """``box`` of a tensor that this rank holds, on the host, in the dtype that is sent."""
         tensor = self.held[name].detach()
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        held = next(piece.box for piece in self.task.pieces[name] if piece.rank == self.peers.rank)
-        return local[box.within(held)].to(self.dtype_of(name, job)).cpu().contiguous()
+        return local[box.within(self._boxes[name])].to(self.dtype_of(name, job)).cpu().contiguous()
 
     def dtype_of(self, name: str, job: Job) -> torch.dtype:
         """That of ``name`` on the way to the owner of ``job``."""
@@ -183,6 +197,7 @@ class _Arriving:
     """The inputs of a job, being put together."""
 
     def __init__(self, stream: Stream, job: Job, messages: Sequence[tuple[int, str, Box, int]]) -> None:
+        self.job = job
         self.tensors: dict[str, torch.Tensor] = {}
         self._waiting: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
         for name in job.unit.inputs:

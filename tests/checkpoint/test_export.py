@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -92,7 +93,8 @@ def plain_logits(folder):
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = both
     assert not info["missing_keys"] and not info["unexpected_keys"]
     return model(input_ids=torch.arange(3, 15)[None]).logits.detach().numpy(), model.config.to_dict()
 

@@ -69,6 +69,48 @@ def test_parameters_are_rounded_as_asked_and_buffers_are_not(ranks, tmp_path):
     assert not (tmp_path / "refused").exists() and not list(tmp_path.glob(".*"))
 
 
+def write_in_fp8(folder: Path) -> dict[str, Any]:
+    """A tiny DeepSeek-V3 with projections in fp8, as published; what they are in bf16, without a loss."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_tiny_model(folder, "deepseek_v3", dtype="bfloat16")
+    plain = load_file(folder / "model.safetensors")
+    stored = dict(plain)
+    for name in [name for name in plain if name.endswith("_proj.weight")]:  # each of one block
+        stored[name] = (plain[name].float() * 64).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = torch.full((1, 1), 1 / 64)
+        plain[name] = (stored[name].float() / 64).bfloat16()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return plain
+
+
+def plain_export(folder: Path, out: Path) -> None:
+    from support.training import build_step
+
+    from shardyard.checkpoint import check_exportable, export_hf
+
+    built, _, _ = build_step(folder, Recipe())
+    check_exportable(built.model, source_dir=folder, tokenizer=None)
+    export_hf(built.model, out_dir=out, source_dir=folder, tokenizer=None)
+
+
+def test_what_was_read_from_fp8_is_written_in_the_dtype_of_the_others(ranks, tmp_path):
+    import torch
+
+    wanted = write_in_fp8(tmp_path / "source")
+    ranks.run(1, plain_export, tmp_path / "source", tmp_path / "out")
+    exported = read(tmp_path / "out")
+    assert exported.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+
+
 def owned_and_written(folder: Path, out: Path) -> tuple[int, int]:
     """How many files this rank wrote: of an export by all, and of one whose folder rank 1 does not see. The
     second replica is not what it should be.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from shardyard.checkpoint import turning_back
 from shardyard.checkpoint.agreement import Peers
 from shardyard.checkpoint.hf_files import plan_files
+from shardyard.checkpoint.holdings import Holdings
 from shardyard.checkpoint.pieces import Box, pieces_of
 from shardyard.checkpoint.streaming import Stream, Task
 from shardyard.checkpoint.turning_back import Unit, units_of
@@ -118,8 +120,8 @@ def test_the_form_is_found_by_trying_and_the_files_hold_the_whole_conversion(
         peers = Peers()
         task = Task(
             units=units, shapes=shapes, dtypes={name: dtype for name, (_, dtype) in facts.items()},
-            pieces=pieces_of(tensors, shapes, peers), plan=plan, aliases={}, owners=[0] * len(plan.files),
-            job_bytes=20,
+            pieces=pieces_of(tensors, Holdings.of(tensors, peers), peers), plan=plan, aliases={},
+            owners=[0] * len(plan.files), job_bytes=20,
         )  # fmt: skip
         Stream(task, tensors, model, peers, tmp_path).run("a test")
     found = {key: t for path in tmp_path.iterdir() for key, t in load_file(path).items()}
@@ -142,9 +144,40 @@ def test_layers_that_are_one_tensor_on_disk_are_refused() -> None:
             units_of(model, facts)
 
 
-def test_shards_that_do_not_make_the_whole_are_a_fault() -> None:
+def grid(*cuts: list[tuple[int, int]]) -> list[Box]:
+    """Boxes of all fields that (start, length) along each dimension make."""
+    fields = itertools.product(*cuts)
+    return [Box(tuple(s for s, _ in field), tuple(n for _, n in field)) for field in fields]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "whole"),
+    [
+        (grid([(0, 2), (2, 1)], [(0, 4)]), True),
+        (grid([(0, 2), (2, 1)], [(0, 1), (1, 3)]), True),
+        (grid([(0, 2)], [(0, 4)]), False),
+        (grid([(0, 2), (1, 2)], [(0, 4)]), False),
+        (grid([(0, 2), (2, 1)], [(0, 1), (1, 3)])[:-1], False),
+        (grid([(0, 3), (3, 1)], [(0, 4)]), False),
+        ([], False),
+    ],
+)
+def test_shards_make_the_whole_or_are_a_fault(boxes: list[Box], whole: bool) -> None:
+    """Of a tensor [3, 4], each shard on a rank of its own."""
+
+    class Others:
+        rank = 0
+
+        def gather(self, mine: Any) -> list[Any]:
+            return [{"w": box} for box in boxes]
+
+    holdings = Holdings({"w": ((3, 4), torch.float32)}, {"w": 0}, (0,) * len(boxes))
+    peers: Any = Others()
+    if whole:
+        assert [piece.box for piece in pieces_of({}, holdings, peers)["w"]] == boxes
+        return
     with pytest.raises(RuntimeError, match="the shards of w"):
-        pieces_of({"w": torch.zeros(2, 2)}, {"w": (3, 2)}, Peers())
+        pieces_of({}, holdings, peers)
 
 
 @pytest.mark.parametrize(

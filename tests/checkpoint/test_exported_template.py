@@ -20,9 +20,12 @@ CONVERSATIONS = {
     "empty system": Conversation((Message("user", " Q\n"), Message("assistant", "R ")), system=""),
     "several": Conversation(
         tuple(
-            Message(role, text)
+            message
             for number in (1, 2, 3)
-            for role, text in (("user", f"Q{number}"), ("assistant", f"<think>\nT{number}\n</think>\n\nR"))
+            for message in (
+                Message("user", f"Q{number}"),
+                Message("assistant", f"<think>\nT{number}\n</think>\n\nR"),
+            )
         )
     ),
     "reasoning": Conversation(
