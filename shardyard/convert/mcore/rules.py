@@ -8,7 +8,7 @@ REFERENCE 6.2; megatron-core's ColumnParallelLinear, RowParallelLinear, SelfAtte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -166,8 +166,8 @@ class GroupedGated:
 
     def piece(self, wholes: Sequence[Tensor], index: int, count: int) -> Tensor:
         gated = Gated()
-        fused = [gated.piece(wholes[2 * e : 2 * e + 2], index, count).t() for e in range(self.experts)]
-        return torch.stack(fused).reshape(self.hidden, -1)
+        fused = (gated.piece(wholes[2 * e : 2 * e + 2], index, count).t() for e in range(self.experts))
+        return _stacked(fused, self.experts).reshape(self.hidden, -1)
 
     def whole(self, pieces: Sequence[Tensor], which: int) -> Tensor:
         expert, part = divmod(which, 2)
@@ -183,11 +183,26 @@ class GroupedDown:
     hidden: int
 
     def piece(self, wholes: Sequence[Tensor], index: int, count: int) -> Tensor:
-        return torch.stack([_part(whole, 1, index, count).t() for whole in wholes]).reshape(-1, self.hidden)
+        own = (_part(whole, 1, index, count).t() for whole in wholes)
+        return _stacked(own, self.experts).reshape(-1, self.hidden)
 
     def whole(self, pieces: Sequence[Tensor], which: int) -> Tensor:
         own = [_of_expert(piece, self.experts, (-1, self.hidden), which).t() for piece in pieces]
         return _joined(own, 1)
+
+
+def _stacked(tensors: Iterable[Tensor], count: int) -> Tensor:
+    """What torch.stack gives, without a second copy of all of them."""
+    found: Tensor | None = None
+    for number, tensor in enumerate(tensors):
+        if found is None:
+            found = tensor.new_empty((count, *tensor.shape))
+        if (tensor.shape, tensor.dtype) != (found.shape[1:], found.dtype):
+            found_here = f"{list(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"expert {number} has another shape or dtype than the first: {found_here}")
+        found[number] = tensor
+    assert found is not None
+    return found
 
 
 def _of_expert(piece: Tensor, experts: int, shape: tuple[int, int], expert: int) -> Tensor:
