@@ -171,7 +171,10 @@ def _assemble(
         store, resume_from, built, optimizer, data.identity, facts, force=force, latest=bool(latest)
     )
     if training.save_hf_weights or training.export_steps:
-        check_exportable(built.model, source_dir=exporter.source_dir, tokenizer=exporter.tokenizer)
+        check_exportable(
+            built.model, source_dir=exporter.source_dir, tokenizer=exporter.tokenizer,
+            save_dtype=exporter.save_dtype,
+        )  # fmt: skip
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
     if before is not None:
         check_schedule(before, facts, schedule, state.step, force=force)
