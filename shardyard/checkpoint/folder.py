@@ -5,6 +5,7 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -13,7 +14,7 @@ import shutil
 import time
 from pathlib import Path
 
-from shardyard.checkpoint.manifest import fault_of, sequence_of
+from shardyard.checkpoint.manifest import ManifestError, fault_of, read_complete
 from shardyard.durable import sync, write_durably
 
 logger = logging.getLogger("shardyard.checkpoint")
@@ -49,12 +50,21 @@ def named(folder: Path) -> list[Path]:
 
 def complete(folder: Path) -> list[Path]:
     """Complete checkpoints in the order in which they were saved: by sequence, then by step."""
-    whole = [path for path in named(folder) if fault_of(path) is None]
-    return sorted(whole, key=lambda path: (sequence_of(path), step_of(path), path.name))
+    return [path for _, path in _in_order(folder)]
 
 
 def next_sequence(folder: Path) -> int:
-    return 1 + max(map(sequence_of, complete(folder)), default=0)
+    found = _in_order(folder)
+    return 1 + found[-1][0] if found else 1
+
+
+def _in_order(folder: Path) -> list[tuple[int, Path]]:
+    """(sequence, path) of the complete ones. Each is looked at once: another process may be removing some."""
+    found = []
+    for path in named(folder):
+        with contextlib.suppress(ManifestError):
+            found.append((read_complete(path).sequence, step_of(path), path.name, path))
+    return [(sequence, path) for sequence, _, _, path in sorted(found)]
 
 
 def pointed(folder: Path, name: str) -> Path | None:

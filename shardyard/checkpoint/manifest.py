@@ -150,18 +150,23 @@ def fault_of(path: Path) -> str | None:
     if not path.is_dir():
         return "does not exist"
     try:
-        manifest = read_manifest(path)
+        read_complete(path)
     except ManifestError as error:
         return str(error)
-    for name, facts in manifest.files.items():
-        if fault := _size_fault(path / name, facts):
-            return f"is damaged: {name} {fault}"
     return None
 
 
-def sequence_of(path: Path) -> int:
-    """The place of a complete checkpoint among the saves of its folder."""
-    return read_manifest(path).sequence
+def read_complete(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are there, by their sizes.
+
+    Raises:
+        ManifestError: as `read_manifest`, or a file is missing or has another size.
+    """
+    manifest = read_manifest(path)
+    for name, facts in manifest.files.items():
+        if fault := _size_fault(path / name, facts):
+            raise ManifestError(f"is damaged: {name} {fault}")
+    return manifest
 
 
 def verify(path: Path, tell: Callable[[int], None] | None = None) -> list[str]:
