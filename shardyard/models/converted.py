@@ -28,6 +28,8 @@ _FORM = 1
 
 def is_megatron(folder: Path) -> bool:
     """Whether ``folder`` is a Megatron-core checkpoint or a folder of some, of either of its layouts."""
+    if next(folder.glob("*.safetensors"), None):  # converted from one; what stood beside may have come along
+        return False
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         return True
     if (folder / "metadata.json").is_file() and (folder / ".metadata").is_file():  # torch_dist

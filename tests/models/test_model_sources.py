@@ -38,6 +38,8 @@ def test_a_hugging_face_folder_is_all_three(tmp_path):
     assert resolve(folder, folder / "config.json") == ModelSource(folder, folder, "files")
     options = ModelConfig(model_name_or_path=str(folder))
     assert tokenizer_options(options, resolve(folder)) is options
+    make(folder, "latest_checkpointed_iteration.txt")  # as some converters leave it there
+    assert resolve(folder) == ModelSource(folder, folder, "files")
 
 
 def test_a_named_config_is_for_folders_without_one(tmp_path):
