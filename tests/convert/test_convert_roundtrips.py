@@ -81,7 +81,7 @@ def save_run(folder: Path, out: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "glm4_moe"])
+@pytest.mark.parametrize("family", [pytest.param("llama_tied", marks=pytest.mark.soak), "glm4_moe"])
 def test_a_run_s_checkpoint_becomes_what_config_json_states(ranks, tmp_path, family):
     """A run holds fp32; parameters go back to bf16, buffers (the routers' bias) stay as they are."""
     source = write_tiny_model(tmp_path / "source", family, dtype="bfloat16")

@@ -91,11 +91,12 @@ def test_memory_is_bounded_by_the_largest_tensor(ranks, tmp_path):
     assert grown <= 4 * largest < 40 * largest / 8
 
 
-def test_memory_of_joined_experts_is_bounded_too(ranks, tmp_path):
+@pytest.mark.parametrize("layers", [6, pytest.param(20, marks=pytest.mark.soak)])
+def test_memory_of_joined_experts_is_bounded_too(ranks, tmp_path, layers):
     """Of experts that the model joins, the largest tensor is the joined one, [8, 2 * 128, 256] in fp32."""
     source = write_tiny_model(
         tmp_path / "source", "qwen3_moe", num_experts=8, moe_intermediate_size=128, hidden_size=256,
-        num_hidden_layers=20,
+        num_hidden_layers=layers,
     )  # fmt: skip
     warm = write_tiny_model(tmp_path / "warm", "qwen3_moe")
     joined = 8 * 2 * 128 * 256 * 4
@@ -104,9 +105,9 @@ def test_memory_of_joined_experts_is_bounded_too(ranks, tmp_path):
         live, grown = ranks.run(
             1, measure, before, after, warm, to, side_dir=source, init_process_group=False
         )[0]
-        assert joined <= live <= 3 * joined
+        assert joined <= live <= 3 * joined < everything / 3
         # What the allocator keeps of freed memory does not grow with the model: 15 MB for 12 and 40 layers.
-        assert grown <= 9 * joined < everything / 3
+        assert grown <= 9 * joined and (layers < 20 or 9 * joined < everything / 3)
     assert held_in(tmp_path / "hf") == held_in(source)
 
 

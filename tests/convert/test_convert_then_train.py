@@ -25,7 +25,7 @@ def resume(folder: Path, checkpoint: Path, out: Path):
     return state, whole(dict(built.model.named_parameters()))
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("llama_tied", marks=pytest.mark.soak), "qwen3_moe"])
 def test_a_converted_checkpoint_is_resumed_on_two_ranks(ranks, tmp_path, family):
     import torch
     from transformers import AutoModelForCausalLM
@@ -43,6 +43,7 @@ def test_a_converted_checkpoint_is_resumed_on_two_ranks(ranks, tmp_path, family)
     assert all(np.array_equal(weights[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.soak
 def test_weights_that_are_not_in_fp32_are_no_checkpoint_to_resume_and_that_is_said(ranks, tmp_path):
     from support.ranks import RankFailure
 
