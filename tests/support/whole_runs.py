@@ -109,7 +109,7 @@ def train(ranks: RankPool, folder: Path, out: str, *words: str, world: int = 1, 
     ranks.run(
         world, rank_of_run, folder, out, leg, list(words), None, init_process_group=False, timeout_s=TIMEOUT_S
     )
-    return _leg(folder, out, leg, world)
+    return read_leg(folder, out, leg, world)
 
 
 def train_and_kill(
@@ -140,7 +140,7 @@ def train_and_kill(
     thread = threading.Thread(target=work)
     thread.start()
     deadline = time.monotonic() + TIMEOUT_S
-    while thread.is_alive() and len(_leg(folder, out, leg, world).steps) < after:
+    while thread.is_alive() and len(read_leg(folder, out, leg, world).steps) < after:
         assert time.monotonic() < deadline, f"{after} steps never came"
         time.sleep(0.005)
     time.sleep(wait_s)
@@ -154,7 +154,7 @@ def train_and_kill(
         time.sleep(0.05)
     text = str(failures[0])
     assert text.count("exit code -9") + text.count("were killed") >= 1 and "Traceback" not in text, text
-    return _leg(folder, out, leg, world)
+    return read_leg(folder, out, leg, world)
 
 
 def _parent(pid: int) -> int | None:
@@ -241,10 +241,10 @@ def _write_down_steps(file: Path, halt_after: int | None) -> None:
 
 def steps_begun(folder: Path, out: str, leg: str, world: int) -> int:
     """How many steps all ranks of a run that is under way have begun."""
-    return len(_leg(folder, out, leg, world).steps)
+    return len(read_leg(folder, out, leg, world).steps)
 
 
-def _leg(folder: Path, out: str, leg: str, world: int) -> Leg:
+def read_leg(folder: Path, out: str, leg: str, world: int) -> Leg:
     """The steps that all ranks have begun."""
     of_ranks: list[dict[int, list[Document]]] = []
     for rank in range(world):
