@@ -20,7 +20,7 @@ _LAYOUT = {
     "num_layer_list": "num_layer_list", "noop_layers": "noop_layers", "moe_grouped_gemm": "grouped",
     "moe_tp_extend_ep": "moe_tp_extend_ep", "transformer_impl": "implementation",
     "schedules_method": "schedules_method", "make_vocab_size_divisible_by": "make_vocab_size_divisible_by",
-    "mtp_num_layers": "mtp_layers", "dialect": "dialect",
+    "mtp_num_layers": "mtp_layers", "mla_mm_split": "mla_mm_split", "dialect": "dialect",
 }  # fmt: skip
 """Option -> field of the layout."""
 _GIVEN = ("noop_layers", "num_layer_list", "expert_tp", "moe_tp_extend_ep", "schedules_method")

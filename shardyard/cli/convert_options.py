@@ -101,5 +101,6 @@ def add_mcore_options(add: Callable[..., object]) -> None:
     add("--schedules-method", choices=["dualpipev"], help="a stage holds a front and a back piece")
     add("--make-vocab-size-divisible-by", type=count, metavar="N", help="pad the vocabulary with zeros")
     add("--mtp-num-layers", type=int, metavar="N", help="layers that predict further tokens; default all")
+    add("--mla-mm-split", action="store_true", help="latent projections in two parts (MindSpeed)")
     add("--dialect", choices=["megatron", "mindspeed"], help="names of latent attention and MTP layers")
     add("--model-type", metavar="NAME", help="family, where config.json's model_type is another")

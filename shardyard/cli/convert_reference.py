@@ -23,7 +23,6 @@ _REFUSED = {
     **dict.fromkeys(
         ("--mamba-d-model", "--mamba-state-dim", "--mamba2-n-groups", "--mamba-head-dim"), _MAMBA
     ),
-    "--mla-mm-split": "split projections of latent attention are not written here yet; leave it out",
     "--num-layers": "all layers are converted; for a smaller model train one with model.config_overrides",
 }
 """Options of the reference that would have no effect or no meaning here, and why."""
@@ -41,7 +40,7 @@ OWN_WORDS = {
 _SIDES = {"hf": "hf", "mg": "mcore"}
 _TARGET_SIZES = (
     "tp", "pp", "ep", "vpp", "moe_grouped_gemm", "transformer_impl", "mtp_num_layers", "dialect",
-    "make_vocab_size_divisible_by",
+    "mla_mm_split", "make_vocab_size_divisible_by",
 )  # fmt: skip
 """What a Megatron-core folder that is read says of itself, whatever a script repeats."""
 
@@ -138,6 +137,7 @@ def _convert_parser() -> Parser:
     add("--noop-layers", metavar="94,95")
     add("--moe-grouped-gemm", action="store_true")
     add("--moe-tp-extend-ep", action="store_true")
+    add("--mla-mm-split", action="store_true")
     add("--mtp-num-layers", type=int, default=0, metavar="N")
     add("--schedules-method", choices=["dualpipev"])
     add("--first-k-dense-replace", type=int, metavar="N", help="checked against config.json")

@@ -162,7 +162,7 @@ def test_convert_ckpt_v2_takes_the_reference_s_options(capsys, tmp_path, model):
         (("--mamba-d-model", "1"), "--mamba-d-model: Mamba models are not converted here yet"),
         (
             ("--mla-mm-split",),
-            "--mla-mm-split: split projections of latent attention are not written here yet",
+            "--mla-mm-split is MindSpeed's form of latent attention",
         ),
         (("--num-layers", "2"), "--num-layers: all layers are converted"),
         (("--target-tensor-paralel-size", "2"), "did you mean --target-tensor-parallel-size?"),
