@@ -52,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             if getattr(report, "when", "call") == "call" or outcome in ("error", "skipped"):
                 row = counts.setdefault(report.nodeid.split("::")[0], [0, 0, 0.0])
                 row[0 if outcome == "passed" else 1] += 1
-                row[2] += report.duration
+                row[2] += getattr(report, "duration", 0.0)  # a file that cannot be read has none
     terminalreporter.write_line("")
     terminalreporter.write_line(f"{'soak':<52} {'passed':>7} {'not':>5} {'seconds':>8}")
     for file, (passed, other, seconds) in sorted(counts.items()):

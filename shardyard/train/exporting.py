@@ -43,7 +43,7 @@ class Exporter:
     @property
     def dtype(self) -> torch.dtype:
         """Of most exported tensors."""
-        return self.save_dtype or export_dtype(self.built.model, self.source_dir)
+        return export_dtype(self.built.model, self.source_dir, self.save_dtype)
 
     @property
     def chat_template(self) -> str | None:

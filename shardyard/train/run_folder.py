@@ -23,6 +23,8 @@ def look_at_output_dir(config: Config) -> str:
     """Where to resume from ("" for a new run); on global rank 0 only."""
     store = _store(config)
     wanted = _wanted(config, store)
+    if wanted:
+        store.clean()  # a save of a step again may have been killed between its two names
     found = store.resolve(wanted) if wanted else None
     check_output_dir(**_folder_facts(config))
     if wanted == "latest" and found is None:
