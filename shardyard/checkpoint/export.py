@@ -146,7 +146,8 @@ def export_hf(
     What is written is read again; a model of at most ``probe_bytes`` in fp32 is also loaded by plain
     transformers, and answers a fixed prompt as the live model does. Only then files take their final names,
     as `placing` says: a folder that does not exist yet comes into being whole. Beside its shards a rank needs
-    memory for some jobs of ``job_bytes`` each, or of an eighth of the largest tensor if that is less.
+    memory for some jobs of ``job_bytes`` each, or of an eighth of the largest tensor if that is less; what
+    transformers turns back in one piece only (`turning_back`) is one job.
 
     ``chat_template`` (jinja) is written for a tokenizer that has none. The tokenizer's eos id joins the stop
     ids of generation_config.json, as the end of the turns that were trained.

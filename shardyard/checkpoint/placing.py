@@ -44,9 +44,11 @@ def remove_leftovers(out_dir: Path) -> None:
     for path in list(parent.iterdir()) if parent.is_dir() else ():
         if re.fullmatch(re.escape(prefix) + "-[0-9a-f]{8}", path.name):
             shutil.rmtree(path)
+    if not out_dir.is_dir():
+        return
     (out_dir / _SWITCH).unlink(missing_ok=True)
     read = _files_of(out_dir)
-    for path in out_dir.glob(f"{_FORMER}*") if out_dir.is_dir() else ():
+    for path in out_dir.glob(f"{_FORMER}*"):
         if _OURS.fullmatch(path.name) and path not in read:
             path.unlink()
 

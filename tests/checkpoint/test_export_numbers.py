@@ -199,7 +199,7 @@ def live_answer(folder: Path, parallel: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"pp_size": 2},
+        pytest.param({"pp_size": 2}, marks=pytest.mark.soak),
         pytest.param({}, marks=pytest.mark.soak),
         pytest.param({"tp_size": 2}, marks=pytest.mark.soak),
         pytest.param({"cp_size": 2}, marks=pytest.mark.soak),

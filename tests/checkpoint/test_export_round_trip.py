@@ -17,6 +17,7 @@ from support.training import Recipe
 FAMILIES = ("llama_tied", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP 2": {}, "TP 2": {"tp_size": 2}, "EP 2": {"ep_size": 2}, "PP 2": {"pp_size": 2},
+    "offload": {"cpu_offload": True},
 }  # fmt: skip
 REFUSED = {
     ("llama_tied", "EP 2"): "no experts",
@@ -24,7 +25,7 @@ REFUSED = {
 }
 """What a family's layout is refused with."""
 QUICK = [
-    ("llama_tied", "FSDP 2", "one", "several"),
+    ("llama_tied", "offload", "one", "several"),
     ("qwen3", "TP 2", "several", "one"),
     ("qwen3_moe", "EP 2", "one", "several"),
     ("deepseek_v3", "PP 2", "several", "several"),
