@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from shardyard.errors import UserError
@@ -65,20 +64,6 @@ class Peers:
             raise UserError(text if text.startswith(what) else f"{what}: {text}{where}") from mine
         rank, text, _ = next(failure for failure in failures if not failure[2])
         raise RuntimeError(f"{what} failed on rank {rank}: {text}") from mine
-
-    def hand_to_first(self, tensors: dict[str, torch.Tensor], giver: int) -> dict[str, torch.Tensor]:
-        """``tensors`` of rank ``giver``, on its host, to rank 0's; elsewhere nothing. Every rank calls it."""
-        mine = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()] if self.rank == giver else []
-        given = self.gather(mine)[giver]
-        if self.rank == giver:
-            for tensor in tensors.values():
-                dist.send(tensor.contiguous(), group=self.group, group_dst=0)
-        if not self.is_first:
-            return {}
-        taken = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in given}
-        for tensor in taken.values():
-            dist.recv(tensor, group=self.group, group_src=giver)
-        return taken
 
     def first(self, what: str, work: Callable[[], T]) -> T:
         """Do ``work`` on rank 0 and return its result on every rank; raises as `agree` does."""
