@@ -142,9 +142,8 @@ class DictWeights:
     tensors: Mapping[str, torch.Tensor]
     read_count: int = 0
 
-    @property
-    def facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+    def __post_init__(self) -> None:
+        self.facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         self.read_count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from shardyard.convert.mcore.pieces import Plan
@@ -34,7 +35,7 @@ def _model(plan: Plan) -> dict[str, Any]:
         "group_query_attention": model.groups != model.heads,
         "kv_channels": model.head_dim,
         "norm_epsilon": config.get("rms_norm_eps"),
-        "rotary_base": config.get("rope_theta"),
+        "rotary_base": config.get("rope_theta") or _nested(config, "rope_parameters", "rope_theta"),
         "padded_vocab_size": plan.layout.padded_vocabulary(model),
         "make_vocab_size_divisible_by": plan.layout.make_vocab_size_divisible_by or 1,
         "untie_embeddings_and_output_weights": not model.tied,
@@ -62,6 +63,11 @@ def _model(plan: Plan) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
+def _nested(config: Mapping[str, Any], outer: str, inner: str) -> Any:
+    found = config.get(outer)
+    return found.get(inner) if isinstance(found, Mapping) else None
+
+
 def _layout(plan: Plan) -> dict[str, Any]:
     layout = plan.layout
     values = {
@@ -74,6 +80,7 @@ def _layout(plan: Plan) -> dict[str, Any]:
         "num_layer_list": ",".join(map(str, layout.num_layer_list)) if layout.num_layer_list else None,
         "noop_layers": ",".join(map(str, layout.noop_layers)) if layout.noop_layers else None,
         "moe_grouped_gemm": layout.grouped,
+        "mla_mm_split": layout.mla_mm_split,
         "moe_tp_extend_ep": layout.moe_tp_extend_ep,
         "schedules_method": layout.schedules_method,
         "transformer_impl": layout.implementation,

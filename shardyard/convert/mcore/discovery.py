@@ -117,8 +117,6 @@ def _with_names(layout: McoreLayout, model: Model, files: RankFiles) -> McoreLay
     def some(pattern: str) -> bool:
         return any(re.search(pattern, name) for name in names)
 
-    if some(r"\.linear_(qk_nope|qk_rope|kv_nope|v)\.weight$"):
-        raise UserError(f"{files.folder} was written with --mla-mm-split, which is not read here")
     engine = some(r"\.layer_norm_weight$") or some(r"\.experts\.linear_fc1\.weight\d+$")
     implementation: Implementation = "transformer_engine" if engine else "local"
     mindspeed = some(r"^mtp\.final_layernorms\.") or (model.family.latent and some(r"\.linear_qkv\.weight$"))
@@ -126,6 +124,7 @@ def _with_names(layout: McoreLayout, model: Model, files: RankFiles) -> McoreLay
         layout,
         implementation=implementation,
         grouped=some(r"\.experts\.(weight1|linear_fc1\.weight\d+)$"),
+        mla_mm_split=some(r"\.linear_qk_nope\.weight$"),
         dialect="mindspeed" if mindspeed else "megatron",
     )
 

@@ -56,6 +56,8 @@ class McoreLayout:
     """Rows of zeros are added until the vocabulary divides by this times tp; None: none are."""
     mtp_layers: int | None = None
     """Layers that predict further tokens: as many as the weights have (None), or this many of them."""
+    mla_mm_split: bool = False
+    """For MindSpeed: the projections from latent to heads are stored by the parts of a head."""
     dialect: Dialect = "megatron"
     """Who is to read latent attention and MTP layers: megatron-core and MindSpeed name them differently."""
 
@@ -160,6 +162,8 @@ class McoreLayout:
             self._check_experts(model)
         else:
             self._check_dense(model)
+        if self.mla_mm_split and not (model.query_rank and self.dialect == "mindspeed"):
+            raise UserError("mla_mm_split is MindSpeed's form of latent attention with a latent query only")
         if self.mtp_layers and not model.family.mtp:
             raise UserError(f"mtp_num_layers is {self.mtp_layers}, but {model.model_type} has no MTP layers")
 

@@ -16,6 +16,7 @@ from shardyard.convert.mcore.rules import (
     Gated,
     GroupedDown,
     GroupedGated,
+    HeadParts,
     Interleaved,
     Replicated,
     Rule,
@@ -37,6 +38,8 @@ class Link:
     rule: Rule
     index: int = 0
     count: int = 1
+    also: tuple[str, ...] = ()
+    """Further tensors of the file that hold parts of the same Hugging Face tensor, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class Plan:
                 link,
                 name=own + link.name,
                 hf=tuple(hf + name for name in link.hf),
+                also=tuple(own + name for name in link.also),
                 index=rank.tp if cut else 0,
                 count=self.layout.tp if cut else 1,
             )
@@ -178,9 +182,23 @@ class Plan:
                 f"{own}linear_{part}_up_proj.layer_norm_weight" if fused else f"{own}{part}_layernorm.weight"
             )
             links.append(Link(norm, (f"{hf}{part}_a_layernorm.weight",), SAME))
-            links.append(Link(f"{own}linear_{part}_up_proj.weight", (f"{hf}{part}_b_proj.weight",), ROWS))
+            links += self._up_projection(part)
         links.append(Link(f"{own}linear_proj.weight", (f"{hf}o_proj.weight",), COLUMNS))
         return links
+
+    def _up_projection(self, part: str) -> list[Link]:
+        """From latent to heads: one tensor, or one for each part of a head."""
+        own, source = "self_attention.linear_", (f"self_attn.{part}_b_proj.weight",)
+        if not self.layout.mla_mm_split:
+            return [Link(f"{own}{part}_up_proj.weight", source, ROWS)]
+        names = ("qk_nope", "qk_rope") if part == "q" else ("kv_nope", "v")
+        sizes = ("qk_nope_head_dim", "qk_rope_head_dim" if part == "q" else "v_head_dim")
+        widths = tuple(self.model.latent(size) for size in sizes)
+        return [
+            Link(f"{own}{names[0]}.weight", source, HeadParts(self.model.heads, widths, 0),
+                 also=(f"{own}{names[1]}.weight",)),
+            Link(f"{own}{names[1]}.weight", source, HeadParts(self.model.heads, widths, 1)),
+        ]  # fmt: skip
 
     @property
     def _kv_rows(self) -> int:

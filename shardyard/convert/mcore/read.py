@@ -24,11 +24,11 @@ _NO_WEIGHTS = re.compile(r".*(\._extra_state\d*|\.inv_freq|\.local_tokens_per_ex
 
 
 class _Source(NamedTuple):
-    """Where the pieces of one Hugging Face tensor are, a rank for each, and the rule that joins them."""
+    """Where the pieces of one Hugging Face tensor are, in whose tensors, and the rule that joins them."""
 
     ranks: tuple[Rank, ...]
     chunk: int
-    name: str
+    names: tuple[str, ...]
     rule: Rule
     which: int
 
@@ -77,8 +77,10 @@ class McoreWeights:
     def read(self, name: str) -> torch.Tensor:
         """See `Weights.read`."""
         source = self._sources[self._plan.copies().get(name, name)]
-        pieces = [self._tensor(rank, source.chunk, source.name) for rank in source.ranks]
-        return self._joined(source, pieces).contiguous()
+        return self._joined(source, self._pieces(source)).contiguous()
+
+    def _pieces(self, source: _Source) -> list[torch.Tensor]:
+        return [self._tensor(rank, source.chunk, name) for name in source.names for rank in source.ranks]
 
     def _find_sources(self) -> dict[str, _Source]:
         shards: dict[str, dict[int, tuple[Rank, int, Link, int]]] = {}
@@ -128,10 +130,7 @@ class McoreWeights:
         facts = {}
         for name in sorted(names, key=lambda name: hugging_face_order(name, layers)):
             source = self._sources[self._plan.copies().get(name, name)]
-            pieces = [
-                self._tensor(rank, source.chunk, source.name).to(device="meta") for rank in source.ranks
-            ]
-            whole = self._joined(source, pieces)
+            whole = self._joined(source, [piece.to(device="meta") for piece in self._pieces(source)])
             facts[name] = (tuple(whole.shape), whole.dtype)
         return facts
 
@@ -140,7 +139,7 @@ class McoreWeights:
             return source.rule.whole(pieces, source.which)
         except (ValueError, RuntimeError) as error:
             path = self._files.path(source.ranks[0])
-            raise UserError(f"{path}: {source.name} does not fit the model: {error}") from error
+            raise UserError(f"{path}: {source.names[0]} does not fit the model: {error}") from error
 
     def _tensor(self, rank: Rank, chunk: int, name: str) -> torch.Tensor:
         return self._chunk(rank, chunk)[name]
@@ -152,7 +151,7 @@ class McoreWeights:
 def _source(shards: dict[int, tuple[Rank, int, Link, int]]) -> _Source:
     ranks = tuple(shards[index][0] for index in sorted(shards))
     _, chunk, link, which = shards[0]
-    return _Source(ranks, chunk, link.name, link.rule, which)
+    return _Source(ranks, chunk, (link.name, *link.also), link.rule, which)
 
 
 def hugging_face_order(name: str, layers: int) -> int:

@@ -154,6 +154,40 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class HeadParts:
+    """Of each head's rows, those of part ``part``; ``widths`` are the rows of all parts of a head.
+
+    The whole comes from the pieces of all parts: those of the first part of all ranks, then of the next.
+    """
+
+    heads: int
+    widths: tuple[int, ...]
+    part: int
+
+    def piece(self, wholes: Sequence[Tensor], index: int, count: int) -> Tensor:
+        (whole,) = wholes
+        if whole.shape[0] != self.heads * sum(self.widths):
+            raise ValueError(f"it has {whole.shape[0]} rows, the heads make {self.heads * sum(self.widths)}")
+        by_head = _part(whole.unflatten(0, (self.heads, -1)), 0, index, count)
+        start = sum(self.widths[: self.part])
+        return by_head.narrow(1, start, self.widths[self.part]).flatten(0, 1)
+
+    def whole(self, pieces: Sequence[Tensor], which: int) -> Tensor:
+        ranks = len(pieces) // len(self.widths)
+        by_rank = [
+            _joined(
+                [
+                    pieces[part * ranks + rank].unflatten(0, (-1, width))
+                    for part, width in enumerate(self.widths)
+                ],
+                1,
+            ).flatten(0, 1)
+            for rank in range(ranks)
+        ]
+        return _joined(by_rank, 0)
+
+
+@dataclass(frozen=True)
 class GroupedGated:
     """Gates and ups [I, H] of the local experts, in turn, as one [H, experts x 2 I / count].
 
@@ -225,7 +259,13 @@ def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     shapes = {tuple(n for d, n in enumerate(tensor.shape) if d != dim) for tensor in tensors}
     if len(shapes) > 1:
         raise ValueError(f"its parts do not fit: {', '.join(str(list(t.shape)) for t in tensors)}")
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].is_meta:  # torch works the shape out a hundred times slower
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        return tensors[0].new_empty(shape)
+    return torch.cat(list(tensors), dim)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

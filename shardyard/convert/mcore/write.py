@@ -66,19 +66,19 @@ def write_mcore(
     plan = plan_of(weights, layout, model_type)
     left_out = _check_names(weights, plan)
     _check_copies(weights, plan)
-    shapes = {rank: _shapes(weights, plan, rank) for rank in layout.ranks()}
+    sizes = {rank: _bytes(_shapes(weights, plan, rank)) for rank in layout.ranks()}
     job = _Job(weights, folder, plan)
     with Journal(folder, job_of(weights, folder, "mcore", **_options(plan))) as journal:
-        kept = [rank for rank in shapes if _is_finished(journal, job.name_of(rank))]
+        kept = [rank for rank in sizes if _is_finished(journal, job.name_of(rank))]
         try:
-            _write_files(job, shapes, kept, journal, workers, progress)
+            _write_files(job, sizes, kept, journal, workers, progress)
         except BaseException:
-            names = [job.name_of(rank) for rank in shapes]
+            names = [job.name_of(rank) for rank in sizes]
             _tidy([folder / name for name in names if not _is_finished(journal, name)])
             raise
         _finish(folder, weights)
         journal.complete()
-    return Written(folder, len(shapes), len(kept), left_out)
+    return Written(folder, len(sizes), len(kept), left_out)
 
 
 def _options(plan: Plan) -> dict[str, Any]:
@@ -186,18 +186,18 @@ def _bytes(shapes: Shapes) -> int:
 
 def _write_files(
     job: _Job,
-    shapes: dict[Rank, Shapes],
+    sizes: dict[Rank, int],
     kept: list[Rank],
     journal: Journal,
     workers: int,
     progress: Progress | None,
 ) -> None:
     together: dict[tuple[int, int], list[Rank]] = {}
-    for rank in shapes:
+    for rank in sizes:
         if rank not in kept:
             together.setdefault((rank.pp, rank.ep), []).append(rank)
-    done = [sum(_bytes(shapes[rank]) for rank in kept)]
-    total = sum(map(_bytes, shapes.values()))
+    done = [sum(sizes[rank] for rank in kept)]
+    total = sum(sizes.values())
 
     def advance(count: int) -> None:
         done[0] += count

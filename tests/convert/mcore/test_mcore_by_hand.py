@@ -190,6 +190,24 @@ def test_latent_attention_for_both_readers_by_hand(tmp_path: Path) -> None:
             assert found[f"{attention}kv_layernorm.weight"].tolist() == hf[own + "kv_a_layernorm.weight"]
 
 
+def test_latent_attention_by_the_parts_of_heads_by_hand(tmp_path: Path) -> None:
+    """Heads of 8 rows without and 4 with position, of 8 key and 8 value rows; rank 1 has heads 2 and 3."""
+    source = counted_weights(tmp_path / "hf", tiny_config("deepseek_v3", num_hidden_layers=1))
+    write_mcore(source, tmp_path / "mcore", McoreLayout(tp=2, dialect="mindspeed", mla_mm_split=True))
+    found = rank_file(tmp_path / "mcore", "mp_rank_01")["model"]
+    query = source.tensors["model.layers.0.self_attn.q_b_proj.weight"].tolist()
+    keys = source.tensors["model.layers.0.self_attn.kv_b_proj.weight"].tolist()
+    expected = {
+        "linear_qk_nope": [query[head * 12 + row] for head in (2, 3) for row in range(8)],
+        "linear_qk_rope": [query[head * 12 + row] for head in (2, 3) for row in range(8, 12)],
+        "linear_kv_nope": [keys[head * 16 + row] for head in (2, 3) for row in range(8)],
+        "linear_v": [keys[head * 16 + row] for head in (2, 3) for row in range(8, 16)],
+    }
+    for name, rows in expected.items():
+        assert found[f"decoder.layers.0.self_attention.{name}.weight"].tolist() == rows
+    assert not [name for name in found if "up_proj" in name]
+
+
 def test_experts_over_tp_and_ep_by_hand(tmp_path: Path) -> None:
     """Bucket ep x tp_size + tp has the experts, uncut."""
     source = counted_weights(tmp_path / "hf", tiny_config("mixtral", num_hidden_layers=1))

@@ -41,7 +41,7 @@ def source_of(folder: Path, family: str) -> MadeOnRead:
 
 def written(folder: Path, family: str, layout: McoreLayout) -> tuple[Bytes, Bytes]:
     """What resident memory grew by at most while writing, and the bytes of all files."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # as large ones are: given back when freed
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # as large ones are: given back when freed
     source = source_of(folder / "hf", family)
     small = tiny_config("qwen3")
     warm = {name: torch.zeros(shape) for name, shape in shapes(small).items()}

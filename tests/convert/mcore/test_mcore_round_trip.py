@@ -146,6 +146,8 @@ SPECIAL = {
         "qwen3", {"tie_word_embeddings": True}, McoreLayout(tp=2, pp=2, schedules_method="dualpipev"), 4),
     "a padded vocabulary": (
         "qwen3", {"vocab_size": 101}, McoreLayout(tp=2, make_vocab_size_divisible_by=8), 2),
+    "latent attention by the parts of heads": (
+        "deepseek_v3", {}, McoreLayout(tp=2, pp=2, dialect="mindspeed", mla_mm_split=True), 4),
     "some layers without experts": (
         "qwen3_moe", {"mlp_only_layers": [0, 1, 2]},
         McoreLayout(pp=2, ep=2, implementation="transformer_engine"), 4),
