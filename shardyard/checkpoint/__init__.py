@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardyard.checkpoint.export import ExportReport, check_exportable, export_dtype, export_hf
     from shardyard.checkpoint.manifest import fault_of
     from shardyard.checkpoint.output_dir import check_output_dir, prepare_output_dir
+    from shardyard.checkpoint.space import Space
     from shardyard.checkpoint.store import CheckpointStore, Restored, background_group
     from shardyard.checkpoint.weights_only import read_weights
 
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointStore",
     "ExportReport",
     "Restored",
+    "Space",
     "background_group",
     "check_exportable",
     "check_output_dir",
@@ -32,6 +34,7 @@ _HOMES = {
     "CheckpointStore": "store",
     "ExportReport": "export",
     "Restored": "store",
+    "Space": "space",
     "background_group": "store",
     "check_exportable": "export",
     "check_output_dir": "output_dir",

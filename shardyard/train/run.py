@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from shardyard.checkpoint import CheckpointStore, background_group, check_exportable, read_weights
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, layout_of
-from shardyard.config.resolved import format_table
 from shardyard.data.batches import BatchLoader
 from shardyard.data.build import RunData, build_run_data
 from shardyard.data.leader import Role
@@ -46,6 +45,7 @@ from shardyard.parallel import Meshes, RoutingOptions, build_meshes, build_routi
 from shardyard.train.differences import RunFacts, check_schedule
 from shardyard.train.evaluation import Evaluator
 from shardyard.train.exporting import Exporter
+from shardyard.train.reports import data_lines, log_lines, report_config, report_space
 from shardyard.train.resume import restore
 from shardyard.train.run_folder import (
     claim_output_dir,
@@ -54,6 +54,7 @@ from shardyard.train.run_folder import (
     nothing_left,
 )
 from shardyard.train.same_settings import refuse_different_settings
+from shardyard.train.state import RunState
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
 
@@ -81,6 +82,30 @@ def run(loaded: Loaded, *, observe: Observer | None = None, convert: Convert | N
     return code
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a run is made of."""
+
+    loaded: Loaded
+    device: Device
+    group: ProcessGroup
+    meshes: Meshes
+    data: RunData
+    built: BuiltModel
+    optimizer: torch.optim.Optimizer
+    exporter: Exporter
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a run begins, and what its checkpoints will tell of it."""
+
+    store: CheckpointStore
+    state: RunState
+    schedule: Schedule
+    facts: RunFacts
+
+
 def _train(
     loaded: Loaded,
     device: Device,
@@ -94,14 +119,34 @@ def _train(
     layout = layout_of(config, group.world_size)
     device.set_deterministic(bool(config.training.deterministic))
     device.seed(config.training.seed)
-    _report_config(loaded, layout, device)
+    report_config(loaded, layout, device)
     # One rank looks at the run folder and says what it found; it is written to when all else is known to be
     # right.
     resume_from = _agree(group, "output_dir", lambda: look_at_output_dir(config))
     if _agree(group, "complete", lambda: nothing_left(config, resume_from, group.world_size)):
         logger.info("nothing to do: %s is the end of this run, and its model is exported", resume_from)
         return 0
+    parts = _build(loaded, layout, device, group, convert)
+    trainer = _assemble(parts, _begin(parts, resume_from))
+    trainer.observe = observe
+    state = trainer.train()
+    if parts.data.stream is not None:
+        report = parts.data.stream.store.report()
+        log_lines(["what the stream has read, in whole windows:", *report.lines()])
+    parts.data.close()
+    trainer.monitor.close()
+    if trainer.interrupted is not None:
+        return EXIT_SAVED
+    if config.training.save_hf_weights:
+        parts.exporter.finish(state.step, is_main=group.is_main)
+    logger.info("Training completed in %.2fs (%d steps)", time.perf_counter() - started, state.step)
+    return 0
 
+
+def _build(
+    loaded: Loaded, layout: Layout, device: Device, group: ProcessGroup, convert: Convert | None
+) -> _Parts:
+    config = loaded.config
     logger.info("> Building Tokenizer...")
     source = resolve_source(
         config.model, fetch_first=lambda fetch: _agree_on_node(group, "model", fetch), convert=convert,
@@ -126,53 +171,34 @@ def _train(
     logger.info("> Building Optimizer...")
     optimizer = build_optimizer(built.model, config.training)
     exporter = Exporter(config, built, tokenizer)
-    _log_lines(startup_table(built, meshes, group, optimizer, exporter.dtype))
+    log_lines(startup_table(built, meshes, group, optimizer, exporter.dtype))
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
-    trainer = _assemble(loaded, data, built, optimizer, meshes, device, group, resume_from, exporter)
-    trainer.observe = observe
-    state = trainer.train()
-    if data.stream is not None:
-        _log_lines(["what the stream has read, in whole windows:", *data.stream.store.report().lines()])
-    data.close()
-    trainer.monitor.close()
-    if trainer.interrupted is not None:
-        return EXIT_SAVED
-    if config.training.save_hf_weights:
-        exporter.finish(state.step, is_main=group.is_main)
-    logger.info("Training completed in %.2fs (%d steps)", time.perf_counter() - started, state.step)
-    return 0
+    return _Parts(loaded, device, group, meshes, data, built, optimizer, exporter)
 
 
-def _assemble(
-    loaded: Loaded,
-    data: RunData,
-    built: BuiltModel,
-    optimizer: torch.optim.Optimizer,
-    meshes: Meshes,
-    device: Device,
-    group: ProcessGroup,
-    resume_from: str,
-    exporter: Exporter,
-) -> Trainer:
-    config, training = loaded.config, loaded.config.training
-    sampler = data.sampler
+def _begin(parts: _Parts, resume_from: str) -> _Start:
+    """The state to go on from, read into the model and the optimizer, and the schedule of what is left."""
+    config, training = parts.loaded.config, parts.loaded.config.training
+    group, sampler = parts.group, parts.data.sampler
     logger.info("> Building Checkpointer...")
     store = CheckpointStore(
         Path(training.output_dir), save_total_limit=training.save_total_limit,
         background=background_group if training.save_async else None,
     )  # fmt: skip
     facts = RunFacts.of(
-        config, global_batch=sampler.global_batch, ranks=group.world_size, layout=str(meshes.layout)
+        config, global_batch=sampler.global_batch, ranks=group.world_size, layout=str(parts.meshes.layout)
     )
     force = training.resume_force
     latest = _agree(group, "latest", lambda: "yes" if goes_on_from_latest(config) else "")
     state, before = restore(
-        store, resume_from, built, optimizer, data.identity, facts, force=force, latest=bool(latest)
-    )
+        store, resume_from, parts.built, parts.optimizer, parts.data.identity, facts, force=force,
+        latest=bool(latest),
+    )  # fmt: skip
     if training.save_hf_weights or training.export_steps:
+        exporter = parts.exporter
         check_exportable(
-            built.model, source_dir=exporter.source_dir, tokenizer=exporter.tokenizer,
+            parts.built.model, source_dir=exporter.source_dir, tokenizer=exporter.tokenizer,
             save_dtype=exporter.save_dtype,
         )  # fmt: skip
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
@@ -180,30 +206,34 @@ def _assemble(
         check_schedule(before, facts, schedule, state.step, force=force)
         if state.step >= schedule.total:
             logger.info("nothing is left to train: all %d steps are done", state.step)
-    facts = replace(facts, schedule=asdict(schedule))
+    return _Start(store, state, schedule, replace(facts, schedule=asdict(schedule)))
+
+
+def _assemble(parts: _Parts, start: _Start) -> Trainer:
+    training, built, sampler = parts.loaded.config.training, parts.built, parts.data.sampler
+    meshes, state, schedule = parts.meshes, start.state, start.schedule
     step = TrainStep(
-        built.model, optimizer, group, device, meshes=meshes, max_grad_norm=training.max_grad_norm,
-        on_nonfinite=training.on_nonfinite, packed=built.unpacked is None, seed=training.seed,
+        built.model, parts.optimizer, parts.group, parts.device, meshes=meshes,
+        max_grad_norm=training.max_grad_norm, on_nonfinite=training.on_nonfinite,
+        packed=built.unpacked is None, seed=training.seed,
     )  # fmt: skip
     batches = BatchLoader(
-        data.samples, sampler, dp_rank=meshes.dp_rank, dp_size=meshes.dp_size,
+        parts.data.samples, sampler, dp_rank=meshes.dp_rank, dp_size=meshes.dp_size,
         per_device=training.per_device_train_batch_size, start_cursor=state.cursor, start_step=state.step,
         num_workers=training.dataloader_num_workers, prefetch_factor=training.dataloader_prefetch_factor,
         pin_memory=training.dataloader_pin_memory, persistent_workers=training.dataloader_persistent_workers,
-        merge_packs=data.merge_packs,
+        merge_packs=parts.data.merge_packs,
     )  # fmt: skip
-    evaluator = _evaluator(config, data, built, meshes, device, group)
-    _agree(group, "run folder", lambda: claim_output_dir(loaded))
+    evaluator = _evaluator(parts)
+    _agree(parts.group, "run folder", lambda: claim_output_dir(parts.loaded))
     if training.save_steps > 0 or training.save_epochs > 0:
-        space = store.check_space(built.model, None if training.save_only_model else optimizer)
-        logger.info("%s", space)
-        if space.warning:
-            logger.warning("%s", space.warning)
+        optimizer = None if training.save_only_model else parts.optimizer
+        report_space(start.store.check_space(built.model, optimizer))
     logger.info("> Building Monitor...")
     monitor = Monitor(
         Path(training.output_dir),
         logging_steps=training.logging_steps, log_throughput=training.log_throughput,
-        log_cpu_memory=training.log_cpu_memory, is_main=group.is_main, resume_step=state.step,
+        log_cpu_memory=training.log_cpu_memory, is_main=parts.group.is_main, resume_step=state.step,
         evaluated_step=state.evaluated_step,
     )  # fmt: skip
     log_run_start(
@@ -212,52 +242,21 @@ def _assemble(
         gradient_accumulation_steps=training.gradient_accumulation_steps, total_steps=schedule.total,
     )  # fmt: skip
     return Trainer(
-        step,
-        batches,
-        schedule,
-        monitor,
-        store,
-        group,
-        training,
-        sampler,
-        state,
-        asdict(facts),
-        saved_at=state.step,
-        assets=exporter.write_assets,
-        export=exporter.into,
-        evaluator=evaluator,
-    )
-
-
-def _evaluator(
-    config: Config, data: RunData, built: BuiltModel, meshes: Meshes, device: Device, group: ProcessGroup
-) -> Evaluator | None:
-    if not data.evals:
-        return None
-    training = config.training
-    return Evaluator(
-        built.model, group, device, data.evals, meshes=meshes,
-        per_device=training.per_device_eval_batch_size or training.per_device_train_batch_size,
-        packed=built.unpacked is None,
+        step, batches, schedule, monitor, start.store, parts.group, training, sampler, state,
+        asdict(start.facts), saved_at=state.step, assets=parts.exporter.write_assets,
+        export=parts.exporter.into, evaluator=evaluator,
     )  # fmt: skip
 
 
-_ALWAYS_SHOWN = {
-    "model.model_name_or_path", "data.dataset", "data.template", "data.cutoff_len", "parallel.param_dtype",
-    "parallel.recompute", "training.lr", "training.num_train_epochs", "training.max_steps", "training.seed",
-    "training.per_device_train_batch_size", "training.gradient_accumulation_steps", "training.output_dir",
-}  # fmt: skip
-
-
-def _report_config(loaded: Loaded, layout: Layout, device: Device) -> None:
-    """What was set, with its origin, and what everyone asks for; every other value is a default."""
-    for warning in loaded.warnings:
-        logger.warning(warning)
-    was_set = {path for path, origin in loaded.origins.items() if str(origin) != "default"}
-    for line in format_table(loaded.config, loaded.origins, was_set | _ALWAYS_SHOWN).splitlines():
-        logger.info(line)
-    logger.info("all settings with their origins: %s/resolved_config.yaml", loaded.config.training.output_dir)
-    logger.info("%d rank(s) on %s: %s", layout.world_size, device.type, layout)
+def _evaluator(parts: _Parts) -> Evaluator | None:
+    training, built = parts.loaded.config.training, parts.built
+    if not parts.data.evals:
+        return None
+    return Evaluator(
+        built.model, parts.group, parts.device, parts.data.evals, meshes=parts.meshes,
+        per_device=training.per_device_eval_batch_size or training.per_device_train_batch_size,
+        packed=built.unpacked is None,
+    )  # fmt: skip
 
 
 def _num_epochs(schedule: Schedule, sampler: Sampler) -> float | None:
@@ -279,25 +278,8 @@ def _build_data(
         config, tokenizer, dp_size=layout.data_parallel, role=role, node=node, rendezvous=group,
         local_ranks=local_ranks(), vocab_size=vocab_size,
     )  # fmt: skip
-    _log_lines(_data_lines(data))
+    log_lines(data_lines(data))
     return data
-
-
-def _data_lines(data: RunData) -> list[str]:
-    """What became of the input, data set by data set, and one sample for the eye."""
-    lines = []
-    several = len(data.parts) > 1
-    for part in data.parts:
-        lines += [f"data set {part.name}:", *(part.report.lines() if several else ())]
-    lines += ["all data sets:"] if several else []
-    lines += data.report.lines()
-    lines += [f"validation set {held_out.name}: {len(held_out.samples)} samples" for held_out in data.evals]
-    return [*lines, "training example (trained part in [[ ]]):", *data.preview.text.splitlines()]
-
-
-def _log_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.info(line)
 
 
 def _check_fit(data: RunData, config: Any) -> None:
