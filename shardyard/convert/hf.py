@@ -16,7 +16,7 @@ import torch
 from shardyard.convert import fp8
 from shardyard.convert.headers import Place, read_header, read_tensor
 from shardyard.convert.pickled import PickledFile
-from shardyard.convert.weights import Facts, plain_name, reading_order, same_bits, without_dtype
+from shardyard.convert.weights import Facts, reading_order, same_bits, with_dtype
 from shardyard.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -44,7 +44,7 @@ class HfWeights:
         self._places, self._pickled = _places(folder)
         self._scales = self._find_scales() if self._block else {}
         if self._block:
-            config = {**without_dtype(config), "dtype": plain_name(dtype)}
+            config = with_dtype(config, dtype)
             del config["quantization_config"]
         self.config: Mapping[str, Any] = config
         scales = set(self._scales.values())

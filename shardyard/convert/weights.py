@@ -60,7 +60,7 @@ class CastWeights:
         self.folder = weights.folder
         self.dtype = dtype
         self.kept = frozenset(kept)
-        self.config = {**without_dtype(weights.config), "dtype": plain_name(dtype)}
+        self.config = with_dtype(weights.config, dtype)
         self.facts: dict[str, Facts] = {
             name: (shape, dtype if self._casts(name, found) else found)
             for name, (shape, found) in weights.facts.items()
@@ -94,9 +94,10 @@ class WithConfig:
         return self.source.read(name)
 
 
-def without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json without the dtype of its weights, under either of its names."""
-    return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json that states ``dtype``, in its place and under the name that it has there."""
+    stated = {key: plain_name(dtype) for key in ("dtype", "torch_dtype") if key in config}
+    return {**config, **(stated or {"dtype": plain_name(dtype)})}
 
 
 def config_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
@@ -118,7 +119,7 @@ def config_of(weights: Weights) -> dict[str, Any]:
     main = max(counts, key=lambda dtype: counts[dtype], default=None)
     if main is None or config_dtype(weights.config) == main:
         return dict(weights.config)
-    return {**without_dtype(weights.config), "dtype": plain_name(main)}
+    return with_dtype(weights.config, main)
 
 
 def plain_name(dtype: torch.dtype) -> str:

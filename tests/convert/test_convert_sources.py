@@ -68,7 +68,7 @@ def test_block_fp8_is_what_a_plain_loop_makes_of_it(tmp_path):
         "norm.weight": norm,
     }
     config = json.loads((tmp_path / "bf16/config.json").read_text())
-    assert config == {"model_type": "deepseek_v3", "dtype": "bfloat16"}
+    assert config == {"model_type": "deepseek_v3", "torch_dtype": "bfloat16"}
     run(tmp_path / "fp8", tmp_path / "fp32", "hf", dtype=torch.float32)
     assert held_in(tmp_path / "fp32")["a.weight"] == as_held(plain)
 
