@@ -59,6 +59,11 @@ def remove_export_leftovers(output_dir: Path) -> None:
         remove_leftovers(folder)
 
 
+def has_weights(out_dir: Path) -> bool:
+    """Whether an export stands there: a reader finds all the files that it opens."""
+    return bool(_files_of(out_dir))
+
+
 def _home(out_dir: Path) -> tuple[Path, str]:
     """Where the temporary folder of ``out_dir`` stands, and how its name begins."""
     if out_dir.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from shardyard.checkpoint import export_dtype, export_hf
+from shardyard.checkpoint.manifest import MANIFEST
+from shardyard.checkpoint.placing import has_weights
 from shardyard.checkpoint.side_files import write_side_files
 from shardyard.config import Config
 from shardyard.data.templates.exported import template_for_export
@@ -20,7 +23,7 @@ logger = logging.getLogger("shardyard.train")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EXPORTED = "exported"
-"""In the folder of checkpoints: the name of the checkpoint whose weights stand in the root of output_dir."""
+"""In the folder of checkpoints: which checkpoint's weights stand in the root of output_dir."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,27 @@ class Exporter:
         output_dir = Path(self.config.training.output_dir)
         self.into(output_dir)
         checkpoints = output_dir / "checkpoints"
-        if is_main and checkpoints.is_dir():
-            write_durably(checkpoints / _EXPORTED, f"global_step_{step}\n")
+        if is_main and (exactly := _named_exactly(checkpoints, step)):
+            write_durably(checkpoints / _EXPORTED, exactly)
 
 
 def is_exported(output_dir: Path, step: int) -> bool:
-    """Whether the weights of ``step`` stand in the root of ``output_dir``."""
+    """Whether the weights of the checkpoint of ``step`` stand in the root of ``output_dir``."""
+    checkpoints = output_dir / "checkpoints"
     try:
-        return (output_dir / "checkpoints" / _EXPORTED).read_text().strip() == f"global_step_{step}"
-    except FileNotFoundError:
+        told = (checkpoints / _EXPORTED).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
         return False
+    return told == _named_exactly(checkpoints, step) and has_weights(output_dir)
+
+
+def _named_exactly(checkpoints: Path, step: int) -> str | None:
+    """A checkpoint by its name and content, as a run that went back saves others under the same names; None
+    where there is none.
+    """
+    name = f"global_step_{step}"
+    try:
+        content = hashlib.sha256((checkpoints / name / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None
+    return f"{name} {content}\n"
