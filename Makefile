@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 NPROC ?= 2
+JOBS ?= 2
 BIN := .venv/bin
 QUICKSTART := examples/quickstart
 RUN := ./output/quickstart
@@ -52,7 +53,7 @@ format: setup-test
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 soak: lint
 	$(BIN)/python -m pytest --soak
