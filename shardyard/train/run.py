@@ -323,9 +323,18 @@ def _share(group: ProcessGroup, key: str, work: Callable[[], str], *, leads: boo
             raise UserError(value)
         return value
     try:
-        value = work()
+        value = _told_of_disks(work)
     except UserError as error:
         group.publish(key, f"!{error}")
         raise
     group.publish(key, f"={value}")
     return value
+
+
+def _told_of_disks(work: Callable[[], str]) -> str:
+    """``work``; what a disk refuses it (full, read-only, gone) is the user's to mend."""
+    try:
+        return work()
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(f"{where}{error.strerror or error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Saver:
     """Writes what a checkpoint needs besides weights to be used alone: config, tokenizer."""
     export: Callable[[Path], None] | None = None
     """Exports the model into a folder."""
+    lost: set[int] = field(default_factory=set)
+    """Steps whose save has failed; who keeps word of them takes note and removes them."""
 
     @property
     def saves_at_all(self) -> bool:
@@ -52,9 +54,9 @@ class Saver:
             return True
         return epochs > 0 and self.sampler.ends_epoch(batch.end) and (batch.epoch + 1) % epochs == 0
 
-    def save(self, state: RunState, *, best: bool = False) -> bool:
+    def save(self, state: RunState, *, best: bool = False, whole: bool = False) -> bool:
         """Write a checkpoint of ``state``, and its export if one is due. Whether it was written, or, with
-        ``save_async``, is being written.
+        ``save_async``, is being written. A ``whole`` one has the optimizer's state in any case.
 
         Raises:
             UserError: it cannot be written, and ``training.on_save_error`` is stop.
@@ -62,18 +64,19 @@ class Saver:
         self.settle()
         started = time.perf_counter()
         in_background = self.training.save_async
+        weights_only = self.training.save_only_model and not whole
         try:
             path = self.store.save(
                 state.step,
                 model=self.model,
-                optimizer=None if self.training.save_only_model else self.optimizer,
+                optimizer=None if weights_only else self.optimizer,
                 run_state={**state.to_json(), "settings": self.settings},
                 best=best,
                 assets=self.assets,
                 wait=not in_background,
             )
         except UserError as error:
-            self._failed(error)
+            self._failed(error, state.step)
             return False
         self.saved_at = state.step
         elapsed = time.perf_counter() - started
@@ -97,7 +100,7 @@ class Saver:
         try:
             path = self.store.wait()
         except UserError as error:
-            self._failed(error)
+            self._failed(error, self.saved_at)  # no later one has begun
             return
         if path is not None:
             logger.info("Saved checkpoint to %s", path)
@@ -106,9 +109,8 @@ class Saver:
         every = self.training.export_steps
         if self.export is None or not every or step % every:
             return True
-        saved = self.saved_at
         self.settle()  # an export stands beside a complete checkpoint
-        if self.saved_at != saved:
+        if self.saved_at != step:
             return False
         try:
             self.export(path / "hf")
@@ -116,8 +118,11 @@ class Saver:
             self._failed(error)
         return True
 
-    def _failed(self, error: UserError) -> None:
+    def _failed(self, error: UserError, step: int | None = None) -> None:
+        """A save of ``step``, or what belongs to one that stands, has failed."""
         if self.training.on_save_error == "stop":
             raise error
-        self.saved_at = -1  # whatever it was, it is not there
+        if step is not None:
+            self.lost.add(step)
+            self.saved_at = -1
         logger.error("%s. Training goes on (training.on_save_error: continue)", str(error).rstrip("."))

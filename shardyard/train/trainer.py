@@ -59,6 +59,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.interrupted: signal.Signals | None = None
         """The signal that stopped the run before its end; it has been saved then."""
+        self._best_before: tuple[float | None, int | None] = (None, None)
+        """Loss and step of what `best` points to until the save of a new best one has succeeded."""
         self.saver = Saver(
             self.store, self.training, self.sampler, self.step.model, self.step.optimizer, self.settings,
             self.saved_at, self.assets, self.export,
@@ -81,7 +83,7 @@ class Trainer:
                 self._run_updates()
             if self.interrupted is None:
                 self._conclude()
-            self.saver.settle()
+            self._settle()
         return self.state
 
     def _conclude(self) -> None:
@@ -89,9 +91,9 @@ class Trainer:
         if self.state.evaluated_step != self.state.step:
             self._validate()
         if self.saver.saves_at_all and self.saver.saved_at != self.state.step:
-            self.saver.save(self.state)
+            self._save()
         if self.training.load_best_model_at_end:
-            self.saver.settle()
+            self._settle()
             self._load_best()
 
     def _run_updates(self) -> None:
@@ -113,9 +115,9 @@ class Trainer:
             if self._validation_is_due(batch):
                 self._validate()
             if self.saver.is_due(self.state.step, batch):
-                self.saver.save(self.state)
+                self._save()
             if result.notice & _SAVE_OVER:
-                self.saver.settle()
+                self._settle()
             if result.notice & _STOP:
                 self._stop_on_signal()
                 return
@@ -131,9 +133,10 @@ class Trainer:
     def _stop_on_signal(self) -> None:
         """Save what there is: the run is to be gone before whoever sent the signal kills it."""
         self.interrupted = self.stop_signal.asked or signal.SIGTERM  # this rank's, or another's
-        if self.saver.saved_at != self.state.step:
-            self.saver.save(self.state)
-        self.saver.settle()
+        # With save_only_model what is there holds weights alone, and no run could go on from it.
+        if self.saver.saved_at != self.state.step or self.training.save_only_model:
+            self._save(whole=True)
+        self._settle()
         if self.saver.saved_at != self.state.step:
             raise UserError(
                 f"stopped by {self.interrupted.name} in step {self.state.step}, which is not saved"
@@ -183,11 +186,31 @@ class Trainer:
         if self.evaluator is None:
             return
         result = self.evaluator.evaluate()
-        min_delta = self.training.early_stopping_min_delta
+        keeps_best = self.training.keep_best_checkpoint
+        if keeps_best:
+            self._settle()  # is the best one so far there?
+        before, min_delta = self.state, self.training.early_stopping_min_delta
         self.state = self.state.judged(result.total.loss, min_delta=min_delta)
         self.monitor.record_validation(self.state.step, result)
-        if self.training.keep_best_checkpoint and self.state.best_step == self.state.step:
-            self.saver.save(self.state, best=True)
+        if keeps_best and self.state.best_step == self.state.step:
+            self._best_before = before.best_loss, before.best_step
+            self._save(best=True)
+
+    def _save(self, *, best: bool = False, whole: bool = False) -> None:
+        self._settle()  # what is saved tells of checkpoints that are there
+        self.saver.save(self.state, best=best, whole=whole)
+        self._forget_lost_best()
+
+    def _settle(self) -> None:
+        self.saver.settle()
+        self._forget_lost_best()
+
+    def _forget_lost_best(self) -> None:
+        """A best checkpoint that could not be written leaves its place to the one before, which stands."""
+        if self.training.keep_best_checkpoint and self.state.best_step in self.saver.lost:
+            loss, step = self._best_before
+            self.state = replace(self.state, best_loss=loss, best_step=step)
+        self.saver.lost.clear()
 
     def _stops_early(self) -> bool:
         """Whether validations have gone without improvement for too long, which is then said."""

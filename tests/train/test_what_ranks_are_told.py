@@ -1,0 +1,46 @@
+"""What one rank learns for all: what a disk refuses reaches every rank as one message."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+
+from shardyard.errors import UserError
+from shardyard.train import run
+
+
+class _Group:
+    """The store of a process group, as two ranks of one process see it."""
+
+    is_main = True
+
+    def __init__(self) -> None:
+        self.told: dict[str, str] = {}
+
+    def publish(self, key: str, value: str) -> None:
+        self.told[key] = value
+
+    def wait(self, key: str) -> str:
+        return self.told[key]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/a"), "/runs/a: No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (UserError("name another folder"), "name another folder"),
+    ],
+)
+def test_a_disk_that_refuses_is_told_to_every_rank(error: Exception, message: str) -> None:
+    group: Any = _Group()
+
+    def work() -> str:
+        raise error
+
+    for leads in (True, False):
+        with pytest.raises(UserError) as caught:
+            run._share(group, "run folder", work, leads=leads)
+        assert str(caught.value) == message
