@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from datetime import timedelta
+
+from shardyard.progress import Bar
 
 logger = logging.getLogger("shardyard.convert")
 
@@ -20,35 +21,22 @@ class ByteProgress:
         self._doing, self._total = doing, total
         self._before = self._bytes = done
         self._began = self._last_line = time.monotonic()
-        self._bar = None
+        self._bar = Bar(doing, total, done)
 
     def __enter__(self) -> ByteProgress:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-            self._bar = Progress(
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.description}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._task = self._bar.add_task(self._doing, total=self._total, completed=self._bytes)
-            self._bar.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.__exit__(*exception)
 
     def advance(self, count: int) -> None:
         """Count bytes that are done."""
         self._bytes += count
         now = time.monotonic()
-        if self._bar is not None:
+        if self._bar.is_shown:
             line = f"{self._doing}: {self.line(now - self._began)}"
-            self._bar.update(self._task, completed=self._bytes, description=line)
+            self._bar.show(self._bytes, line)
         elif now - self._last_line >= _EVERY:
             self._last_line = now
             logger.info("%s: %s", self._doing, self.line(now - self._began))

@@ -7,6 +7,8 @@ import sys
 import time
 from datetime import timedelta
 
+from shardyard.progress import Bar
+
 logger = logging.getLogger("shardyard.data")
 
 _EVERY = 5.0
@@ -81,27 +83,14 @@ class InputProgress:
         self._every_documents = every_documents
         self._lines_before = 0
         self._began = self._last_line = time.monotonic()
-        self._bar = None
+        self._bar = Bar("tokenising", total, done)
 
     def __enter__(self) -> InputProgress:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-            self._bar = Progress(
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.description}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._task = self._bar.add_task("tokenising", total=self._total, completed=self._bytes)
-            self._bar.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.__exit__(*exception)
 
     def advance(self, input_bytes: int, documents: int, tokens: int) -> None:
         """Count a batch that is done."""
@@ -109,9 +98,9 @@ class InputProgress:
         self._documents += documents
         self._tokens += tokens
         now = time.monotonic()
-        if self._bar is not None:
+        if self._bar.is_shown:
             line = self.line(now - self._began)
-            self._bar.update(self._task, completed=self._bytes, description=line)
+            self._bar.show(self._bytes, line)
         elif self._is_due(now):
             self._last_line = now
             logger.info("tokenising: %s", self.line(now - self._began))

@@ -187,7 +187,7 @@ def test_progress_tells_share_rate_and_time_left(monkeypatch, caplog):
 
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     caplog.set_level("INFO", logger="shardyard.convert")
     monkeypatch.setattr(progress.logger, "propagate", True)
     mib = 2**20
