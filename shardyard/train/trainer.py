@@ -61,6 +61,8 @@ class Trainer:
         """The signal that stopped the run before its end; it has been saved then."""
         self._best_before: tuple[float | None, int | None] = (None, None)
         """Loss and step of what `best` points to until the save of a new best one has succeeded."""
+        self._judged_best: int | None = None
+        """The step that a validation of this process found best last, whatever became of its save."""
         self.saver = Saver(
             self.store, self.training, self.sampler, self.step.model, self.step.optimizer, self.settings,
             self.saved_at, self.assets, self.export,
@@ -193,7 +195,7 @@ class Trainer:
         self.state = self.state.judged(result.total.loss, min_delta=min_delta)
         self.monitor.record_validation(self.state.step, result)
         if keeps_best and self.state.best_step == self.state.step:
-            self._best_before = before.best_loss, before.best_step
+            self._best_before, self._judged_best = (before.best_loss, before.best_step), self.state.step
             self._save(best=True)
 
     def _save(self, *, best: bool = False, whole: bool = False) -> None:
@@ -231,10 +233,10 @@ class Trainer:
     def _load_best(self) -> None:
         """Put the best weights into the model, for the export; the last checkpoint stays that of the end."""
         step = self.state.best_step
-        if step is None:
+        if self.state.step in (step, self._judged_best):
+            logger.info("the best weights are the last ones, of step %d", self.state.step)
+        elif step is None:
             logger.warning("no validation had a finite loss: the last weights stand for the best ones")
-        elif step == self.state.step:
-            logger.info("the best weights are the last ones, of step %d", step)
         elif not self.store.point_best(step):
             logger.error("the best checkpoint, of step %d, is not there: the last weights stand for it", step)
         else:

@@ -69,6 +69,17 @@ def test_the_first_best_one_that_is_lost_leaves_none(tmp_path: Path) -> None:
     assert state.best_step == 2
 
 
+@pytest.mark.parametrize("save_async", [False, True])
+def test_the_best_weights_of_all_are_those_in_memory_though_they_could_not_be_saved(
+    tmp_path: Path, save_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0]
+    with caplog.at_level("INFO", logger="shardyard.train"):
+        state, _ = run(tmp_path, losses, {8}, save_async=save_async, load_best_model_at_end=True)
+    assert "the best weights are the last ones, of step 8" in caplog.text
+    assert state.best_step == 7  # of the checkpoints
+
+
 def test_an_export_that_fails_does_not_make_its_checkpoint_be_saved_again(tmp_path: Path) -> None:
     store = RecordingStore(tmp_path / "checkpoints")
     trainer = scripted_trainer(

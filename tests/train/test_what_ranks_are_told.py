@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardyard.errors import UserError
-from shardyard.train import run
+from shardyard.train.run import _share
 
 
 class _Group:
@@ -42,5 +42,5 @@ def test_a_disk_that_refuses_is_told_to_every_rank(error: Exception, message: st
 
     for leads in (True, False):
         with pytest.raises(UserError) as caught:
-            run._share(group, "run folder", work, leads=leads)
+            _share(group, "run folder", work, leads=leads)
         assert str(caught.value) == message
