@@ -8,7 +8,8 @@ the latter are pickles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,11 +39,13 @@ from shardyard.parallel.pipeline import PipelineModel
 
 _KEY = "model.model_name_or_path"
 T = TypeVar("T")
-_OURS, _REFERENCE = "model.", "model.model."
+logger = logging.getLogger("shardyard.checkpoint")
+OURS, REFERENCE = "model.", "model.model."
+"""What stands before a tensor's name."""
 
 
 @dataclass(frozen=True)
-class _Saved:
+class Saved:
     """A tensor of the folder: its key, and whether experts stand in it as one matrix."""
 
     key: str
@@ -74,14 +77,15 @@ def read_weights(model: Any, folder: Path) -> None:
             verify_together(folder, peers)
         except UserError as error:
             raise UserError(f"{_KEY}: {error}") from error
-    metadata = _on_each(peers, what, lambda: tensor_metadata(folder))
+    metadata = on_each(peers, what, lambda: tensor_metadata(folder))
     wanted = {name: shape for name, (shape, _) in Holdings.of(tensors, peers).facts.items()}
-    tied = _tied_names(model)
-    saved = _on_each(peers, what, lambda: _match(folder, metadata, wanted, tied))
-    peers.agree(what, lambda: _read(folder, metadata, {n: (saved[n], tensors[n]) for n in tensors}))
+    tied = tied_names(model)
+    saved = on_each(peers, what, lambda: match_tensors(folder, metadata, wanted, tied))
+    warn_of_grids(folder, metadata, saved)
+    peers.agree(what, lambda: read_tensors(folder, metadata, [(saved[n], t) for n, t in tensors.items()]))
 
 
-def _on_each(peers: Peers, what: str, work: Callable[[], T]) -> T:
+def on_each(peers: Peers, what: str, work: Callable[[], T]) -> T:
     """This rank's result of ``work``, which stays here, unlike those of `Peers.agree`; errors are shared."""
     mine: list[T] = []
     peers.agree(what, lambda: mine.append(work()))
@@ -108,34 +112,39 @@ def tensor_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def _tied_names(model: Any) -> set[str]:
-    """Names that a checkpoint may hold beside those of the model's tensors."""
+def tied_names(model: Any) -> dict[str, str]:
+    """Names that a checkpoint may hold beside those of the model's tensors, and which tensor each means."""
     if isinstance(model, PipelineModel):
-        return {name for pair in model.whole.tied.items() for name in pair}
-    return {name for name, _ in any_stage(model).named_parameters(remove_duplicate=False)}
+        return dict(model.whole.tied)
+    first: dict[torch.Tensor, str] = {}
+    named = any_stage(model).named_parameters(remove_duplicate=False)
+    return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
 
 
-def _match(
-    folder: Path, metadata: Metadata, wanted: Mapping[str, tuple[int, ...]], tied: set[str]
-) -> dict[str, _Saved]:
-    """Which tensor of the folder each of the model's is.
+def match_tensors(
+    folder: Path,
+    metadata: Metadata,
+    wanted: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    prefixes: tuple[str, ...] = (OURS, REFERENCE),
+) -> dict[str, Saved]:
+    """Which tensor of the folder each of the model's is; names have that of ``prefixes`` that fits most.
 
     Raises:
         UserError: names the tensors that are missing, unknown to the model, or of another shape.
     """
-    entries = metadata.state_dict_metadata
-    sizes = {key: tuple(e.size) for key, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-    prefix = max(_OURS, _REFERENCE, key=lambda prefix: sum(prefix + name in sizes for name in wanted))
+    sizes = sizes_of(metadata)
+    prefix = max(prefixes, key=lambda prefix: sum(prefix + name in sizes for name in wanted))
     missing = sorted(name for name in wanted if prefix + name not in sizes)
     ours = {prefix + name for name in (*wanted, *tied)}
-    foreign = sorted(key for key in sizes if key.startswith(_OURS) and key not in ours)
+    foreign = sorted(key for key in sizes if key.startswith(OURS) and key not in ours)
     found, other = {}, []
     for name in wanted.keys() - set(missing):
-        size, shape = sizes[prefix + name], wanted[name]
-        merged = len(shape) == 3 and size == (shape[0] * shape[2], shape[1])
-        if size != shape and not merged:
-            other.append(f"{name}: {list(size)} there, {list(shape)} in the model")
-        found[name] = _Saved(prefix + name, merged and size != shape)
+        saved = stands_for(prefix + name, sizes[prefix + name], wanted[name])
+        if saved is None:
+            other.append(f"{name}: {list(sizes[prefix + name])} there, {list(wanted[name])} in the model")
+        else:
+            found[name] = saved
     lists = ((missing, "missing"), (foreign, "unknown to it"), (sorted(other), "of another shape"))
     faults = [f"{len(names)} {what} (such as {names[0]})" for names, what in lists if names]
     if faults:
@@ -143,12 +152,40 @@ def _match(
     return found
 
 
+def sizes_of(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a folder, by key."""
+    entries = metadata.state_dict_metadata.items()
+    return {key: tuple(e.size) for key, e in entries if isinstance(e, TensorStorageMetadata)}
+
+
+def stands_for(key: str, size: tuple[int, ...], shape: tuple[int, ...]) -> Saved | None:
+    """How a saved tensor of ``size`` is one of ``shape``, or of its moments; None if it is not."""
+    if size == shape:
+        return Saved(key)
+    merged = len(shape) == 3 and size == (shape[0] * shape[2], shape[1])
+    return Saved(key, merged=True) if merged else None
+
+
+def warn_of_grids(folder: Path, metadata: Metadata, saved: Mapping[str, Saved]) -> None:
+    """Say when the reference may have written experts in a wrong order (REFERENCE 9.3, item 27)."""
+    for found in saved.values():
+        chunks = getattr(metadata.state_dict_metadata[found.key], "chunks", ())
+        places = [{chunk.offsets[dim] for chunk in chunks} for dim in range(2 * found.merged)]
+        if places and all(len(starts) > 1 for starts in places):
+            logger.warning(
+                "%s: its experts were split both ways (ep_size and ep_fsdp_size above 1). The reference "
+                "writes such pieces in the order of other ranks, and nothing in the folder tells whether it "
+                "did: compare the first losses with its own", folder,
+            )  # fmt: skip
+            return
+
+
 @torch.no_grad()
-def _read(folder: Path, metadata: Metadata, tensors: Mapping[str, tuple[_Saved, torch.Tensor]]) -> None:
-    """Plain tensors with one plan; merged experts one by one, by way of a matrix."""
+def read_tensors(folder: Path, metadata: Metadata, tensors: Iterable[tuple[Saved, torch.Tensor]]) -> None:
+    """Plain tensors with one plan; merged experts one by one, by way of a matrix. No key comes twice."""
     plain: dict[str, _Part] = {}
     merged: list[tuple[str, torch.Tensor]] = []
-    for saved, tensor in tensors.values():
+    for saved, tensor in tensors:
         if saved.merged:
             merged.append((saved.key, tensor))
         else:

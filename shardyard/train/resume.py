@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from shardyard.checkpoint import CheckpointStore, Restored
+from shardyard.checkpoint.reference import is_reference, read_reference
+from shardyard.data.sampler import Sampler
 from shardyard.errors import UserError
 from shardyard.models import BuiltModel
 from shardyard.train.differences import RunFacts, tell_differences
@@ -29,28 +31,25 @@ def restore(
     *,
     force: bool = False,
     latest: bool = False,
+    sampler: Sampler | None = None,
 ) -> tuple[RunState, RunFacts | None]:
     """The state to go on from, weights and optimizer read, and the facts of the run that wrote it; a new
     state and None without ``path`` or from weights alone. With ``latest`` a checkpoint whose content is
-    damaged gives way to the one before.
+    damaged gives way to the one before. The place in the data after the updates of a checkpoint of the
+    reference is that of ``sampler``.
 
     Raises:
         UserError: the checkpoint cannot be read, or counts its place in other data and ``force`` is false.
     """
     if not path:
         return RunState(order), None
+    if store.peers.first("training.resume_from_checkpoint", lambda: is_reference(Path(path))):
+        return _from_reference(store, path, built, optimizer, order, sampler), None
     restored = _read(store, path, built, optimizer, latest=latest)
     path = str(restored.path)
     state = RunState.from_json(restored.run_state)
     if not restored.has_optimizer:
-        if store.folder.resolve() == Path(path).resolve().parent:
-            raise UserError(
-                f"training.resume_from_checkpoint: {path} holds weights only (training.save_only_model), so "
-                f"training "
-                "starts from step 0; name another training.output_dir, this one holds the steps so far"
-            )
-        logger.info("Loaded model weights only, starting training from step 0")
-        return RunState(order), None
+        return _with_weights_alone(store, path, order), None
     if state.data_order != order:
         before, now = state.data_order.split(", "), order.split(", ")
         was, is_now = (
@@ -73,6 +72,61 @@ def restore(
     before = RunFacts.from_json(restored.run_state.get("settings", {}))
     tell_differences(before, facts)
     return state, before
+
+
+def _with_weights_alone(store: CheckpointStore, path: str, order: str) -> RunState:
+    if store.folder.resolve() == Path(path).resolve().parent:
+        raise UserError(
+            f"training.resume_from_checkpoint: {path} holds weights only (training.save_only_model), so "
+            "training starts from step 0; name another training.output_dir, this one holds the steps so far"
+        )
+    logger.info("Loaded model weights only, starting training from step 0")
+    return RunState(order)
+
+
+def _from_reference(
+    store: CheckpointStore,
+    path: str,
+    built: BuiltModel,
+    optimizer: torch.optim.Optimizer,
+    order: str,
+    sampler: Sampler | None,
+) -> RunState:
+    """The state after as many updates of this run as the reference's had made."""
+    if sampler is None:
+        raise ValueError("the place in the data after a checkpoint of the reference takes a sampler")
+    found = read_reference(Path(path), store.peers, model=built.model, optimizer=optimizer)
+    logger.info("Load distributed checkpoint from %s successfully!", path)
+    if not found.has_optimizer:
+        return _with_weights_alone(store, path, order)
+    # A stream makes all its windows on the way: one rank does.
+    what = f"training.resume_from_checkpoint: {path}"
+    cursor, units = store.peers.first(what, lambda: _place_after(what, found.step, sampler))
+    logger.warning(
+        "%s is the reference's, whose order of the data cannot be repeated: from step %d on the samples are "
+        "those that this run's own order holds after %d updates, and the learning rate is that of this run's "
+        "schedule", path, found.step + 1, found.step,
+    )  # fmt: skip
+    logger.info("Resuming from step %d, after %d samples", found.step, units)
+    return RunState(order, step=found.step, cursor=cursor, consumed_samples=units)
+
+
+def _place_after(what: str, steps: int, sampler: Sampler) -> tuple[int, int]:
+    """The cursor after so many updates, and how many units they took.
+
+    Raises:
+        UserError: this run has fewer updates.
+    """
+    if steps > (total := sampler.last_step(cursor=0, step=0)):
+        raise UserError(
+            f"{what} has made {steps} updates, and this run, with {sampler.global_batch} samples in a step, "
+            f"ends after {total}; raise training.num_train_epochs or training.max_steps"
+        )
+    cursor = units = 0
+    for _ in range(steps):
+        batch = sampler.global_batch_at(cursor)
+        cursor, units = batch.end, units + len(batch.units)
+    return cursor, units
 
 
 def _read(

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from shardyard.checkpoint import CheckpointStore, check_output_dir, prepare_output_dir
+from shardyard.checkpoint.reference import check_reference, is_reference, newest_reference
 from shardyard.config import Config, Loaded
 from shardyard.config.resolved import dump_yaml
 from shardyard.device import restarted_since
+from shardyard.errors import UserError
 from shardyard.train.differences import RunFacts, changes_the_length
 from shardyard.train.exporting import is_exported
 
@@ -25,11 +27,26 @@ def look_at_output_dir(config: Config) -> str:
     wanted = _wanted(config, store)
     if wanted:
         store.clean()  # a save of a step again may have been killed between its two names
-    found = store.resolve(wanted) if wanted else None
+    found = _found(store, wanted) if wanted else None
     check_output_dir(**_folder_facts(config))
     if wanted == "latest" and found is None:
         logger.info("resume_from_checkpoint: latest, but %s is empty yet: starting at step 0", store.folder)
     return str(found or "")
+
+
+def _found(store: CheckpointStore, wanted: str) -> Path | None:
+    """As `CheckpointStore.resolve`; a checkpoint of the reference is one too, if it is named by its path."""
+    path = Path(wanted).expanduser()
+    if wanted != "latest" and is_reference(path):
+        check_reference(path)
+        return path
+    try:
+        return store.resolve(wanted)
+    except UserError as error:
+        inside = newest_reference(path)
+        if inside is None:
+            raise
+        raise UserError(f"{error}; did you mean {inside}?") from error
 
 
 def goes_on_from_latest(config: Config) -> bool:
@@ -64,7 +81,7 @@ def nothing_left(config: Config, resume_from: str, ranks: int) -> str:
     """ "yes" if the checkpoint ``resume_from`` ends the run that ``config`` asks for and its export is there;
     else "". Nothing but JSON is read; whatever is not plain is left to the run itself.
     """
-    if not resume_from:
+    if not resume_from or is_reference(Path(resume_from)):
         return ""
     state = json.loads(Path(resume_from, "run_state.json").read_text(encoding="utf-8"))
     before, training = RunFacts.from_json(state.get("settings", {})), config.training
@@ -85,11 +102,8 @@ def _folder_facts(config: Config) -> dict[str, Any]:
     own = wanted == "latest" or (
         wanted is not None and Path(wanted).resolve().parent == (output_dir / "checkpoints").resolve()
     )
-    paths = [
-        model.model_name_or_path,
-        *([model.tokenizer_name_or_path] if model.tokenizer_name_or_path else []),
-    ]
-    inputs = [*map(Path, paths), *map(Path, config.data.dataset_names)]
+    paths = (model.model_name_or_path, model.config_name_or_path, model.tokenizer_name_or_path)
+    inputs = [*(Path(path) for path in paths if path), *map(Path, config.data.dataset_names)]
     return {
         "output_dir": output_dir,
         "resuming": own or _claimed_since(config) is not None,
