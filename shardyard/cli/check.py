@@ -68,6 +68,7 @@ def _missing_paths(config: Config) -> list[str]:
     """Paths of the configuration that this machine does not have; the run may take place on another."""
     named = {
         "model.model_name_or_path": [config.model.model_name_or_path],
+        "model.config_name_or_path": [config.model.config_name_or_path],
         "model.tokenizer_name_or_path": [config.model.tokenizer_name_or_path],
         "data.dataset": config.data.dataset_names,
     }

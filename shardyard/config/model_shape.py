@@ -76,16 +76,37 @@ def read_shape(model: ModelConfig) -> tuple[ModelShape | None, str | None]:
 
     Never raises: the model may lie on another machine, or on a hub, and whoever loads it says what is wrong.
     """
-    path = Path(model.model_name_or_path).expanduser() / "config.json"
+    path, unknown = Path(model.model_name_or_path), "config.json is not on this machine"
     try:
+        path, unknown = _config_file(model)
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
-        return None, f"{path} is not on this machine"
+        return None, unknown
     except (ValueError, RecursionError):
         return None, f"{path} is not JSON"
     if not isinstance(loaded, dict):
         return None, f"{path} holds no mapping"
     return shape_of(loaded, model.config_overrides or {}), None
+
+
+def _config_file(model: ModelConfig) -> tuple[Path, str]:
+    """The config.json of ``model``, and what to say if it is not there. It stands beside the weights, or in
+    the folder assets of a checkpoint of ours, or where ``model.config_name_or_path`` says."""
+    folder = Path(model.model_name_or_path).expanduser()
+    own = [folder / "config.json", folder / "assets" / "config.json"]
+    for path in own:
+        if path.is_file():
+            return path, f"{path} cannot be read"
+    if model.config_name_or_path is not None:
+        named = Path(model.config_name_or_path).expanduser()
+        path = named if named.name == "config.json" else named / "config.json"
+        return path, f"{path} (model.config_name_or_path) is not on this machine"
+    if folder.is_dir():
+        return own[0], (
+            f"{own[0]} is not on this machine, nor is {own[1]}; name the folder that holds config.json in "
+            "model.config_name_or_path"
+        )
+    return own[0], f"{own[0]} is not on this machine"
 
 
 def shape_of(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ModelShape:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardyard.cli import main
 from shardyard.config import ModelConfig, ModelShape, read_shape
 from shardyard.config.model_shape import shape_of
 
@@ -110,3 +111,49 @@ def test_a_folder_is_read_with_the_runs_overrides(tmp_path: Path) -> None:
     model = ModelConfig(model_name_or_path=str(tmp_path), config_overrides={"num_hidden_layers": 3})
     shape, unknown = read_shape(model)
     assert unknown is None and shape is not None and shape.layers == 3
+
+
+def write_config(folder: Path, layers: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**DENSE, "num_hidden_layers": layers}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("file", ["", "config.json"])
+def test_the_config_of_a_checkpoint_is_beside_it_in_its_assets_or_where_the_yaml_says(
+    tmp_path: Path, file: str
+) -> None:
+    weights, named = tmp_path / "global_step_5", write_config(tmp_path / "named", 2)
+    weights.mkdir()
+    model = ModelConfig(model_name_or_path=str(weights), config_name_or_path=str(named / file))
+    layers = []
+    for folder in (None, weights / "assets", weights):
+        if folder is not None:
+            write_config(folder, 3 if folder.name == "assets" else 4)
+        shape, unknown = read_shape(model)
+        assert shape is not None and unknown is None
+        layers.append(shape.layers)
+    assert layers == [2, 3, 4]
+
+
+def test_where_a_config_was_looked_for_is_told(tmp_path: Path) -> None:
+    beside = read_shape(ModelConfig(model_name_or_path=str(tmp_path)))[1] or ""
+    assert str(tmp_path / "assets/config.json") in beside and "model.config_name_or_path" in beside
+    named = ModelConfig(model_name_or_path=str(tmp_path), config_name_or_path=str(tmp_path / "other"))
+    assert str(tmp_path / "other/config.json") in (read_shape(named)[1] or "")
+    hub = read_shape(ModelConfig(model_name_or_path="organisation/model"))[1]
+    assert hub == "organisation/model/config.json is not on this machine"
+    assert read_shape(ModelConfig(model_name_or_path="x" * 5000)) == (
+        None, "config.json is not on this machine",
+    )  # fmt: skip
+
+
+def test_a_named_config_that_is_not_there_is_a_warning_of_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = write_config(tmp_path / "weights", 2)
+    words = [f"model.model_name_or_path={weights}", f"training.output_dir={tmp_path}/out"]
+    assert main(["check", *words, f"model.config_name_or_path={tmp_path}/gone"]) == 0
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    named = [line for line in warned if "model." in line]
+    assert named == [f"warning: model.config_name_or_path: {tmp_path}/gone does not exist on this machine"]
