@@ -1,7 +1,6 @@
-"""Weights in fp8 with a scale per block, as DeepSeek-V3 is published: back to plain floats.
+"""Weights in fp8 with a scale per block, as DeepSeek-V3 is published: whole tensors back to plain floats.
 
-``weight`` float8_e4m3fn [N, K] has beside it ``weight_scale_inv`` fp32 [ceil(N / n), ceil(K / k)]; a value is
-weight * scale_inv of its block of n x k values (transformers, integrations/finegrained_fp8.py).
+What the blocks and scales are, and what a value is, stands in `models.block_fp8`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from typing import Any
 
 import torch
 
-from shardyard.errors import UserError
+from shardyard.models import block_fp8
+from shardyard.models.block_fp8 import SCALE, BlockFp8
 
-SCALE = "_scale_inv"
+__all__ = ["SCALE", "block_size", "blocks_of", "dequantise"]
 
 
 def block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
@@ -22,32 +22,22 @@ def block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     Raises:
         UserError: it is quantised in another way.
     """
-    quantised = config.get("quantization_config")
-    if not quantised:
-        return None
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-    size = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
-    if method != "fp8" or not isinstance(size, list) or len(size) != 2:
-        raise UserError(
-            f"{where}: the weights are quantised ({method}); only fp8 with blocks is turned back into plain "
-            "weights here. Start from the model's bf16 weights"
-        )
-    return int(size[0]), int(size[1])
+    stated = config.get("quantization_config")
+    return block_fp8.block_size(stated, where) if stated else None
 
 
 def dequantise(
     weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """[N, K] in ``dtype``, a row of blocks at a time: at most n x K values exist in fp32."""
-    rows, columns = weight.shape
-    result = torch.empty(rows, columns, dtype=dtype)
-    for number in range(scale.shape[0]):
-        part = slice(number * block[0], min((number + 1) * block[0], rows))
-        factors = scale[number].float().repeat_interleave(block[1])[:columns]
-        result[part] = (weight[part].float() * factors).to(dtype)
+    """[R, C] in ``dtype``, a row of blocks at a time: two of these at most exist in fp32."""
+    result = torch.empty(weight.shape, dtype=dtype)
+    values = BlockFp8(weight, scale, block)
+    for begin in range(0, weight.shape[0], block[0]):
+        rows = slice(begin, begin + block[0])
+        result[rows] = values[rows].to(dtype)
     return result
 
 
-def blocks_of(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """The shape of the scales of a weight [N, K]."""
-    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+def blocks_of(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of the scales of a weight [R, C]."""
+    return tuple(block_fp8.blocks_of(shape, block))

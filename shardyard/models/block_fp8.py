@@ -8,7 +8,7 @@ the weights, which is right only where each rank holds whole blocks, and refuses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from shardyard.errors import UserError
 from shardyard.models.weight_files import Slices, cuts_of
 
 _KEY = "model.model_name_or_path"
-_SCALE = "_scale_inv"
+SCALE = "_scale_inv"
 
 
 def take_block_size(config: Any) -> tuple[int, int] | None:
@@ -31,17 +31,32 @@ def take_block_size(config: Any) -> tuple[int, int] | None:
         stated = getattr(part, "quantization_config", None)
         if stated is None:
             continue
-        options = stated if isinstance(stated, dict) else stated.to_dict()
-        method, size = options.get("quant_method"), options.get("weight_block_size")
-        block = tuple(size) if isinstance(size, list | tuple) else ()
-        if method != "fp8" or len(block) != 2 or not all(_is_size(count) for count in block):
-            raise UserError(
-                f"{_KEY}: the weights are quantised ({method}, weight_block_size {size}), and of such forms "
-                "only fp8 in blocks is read here; start from the model's bf16 weights"
-            )
+        block = block_size(stated if isinstance(stated, dict) else stated.to_dict(), _KEY)
         del part.quantization_config
         return block
     return None
+
+
+def block_size(stated: Any, where: str) -> tuple[int, int]:
+    """The size of a block that the ``quantization_config`` of a config.json states.
+
+    Raises:
+        UserError: it is another form of quantisation, of the model that ``where`` names.
+    """
+    options: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {"quant_method": stated}
+    method, size = options.get("quant_method"), options.get("weight_block_size")
+    block = tuple(size) if isinstance(size, list | tuple) else ()
+    if method != "fp8" or len(block) != 2 or not all(_is_size(count) for count in block):
+        raise UserError(
+            f"{where}: the weights are quantised ({method}); only fp8 with blocks is read here, and this has "
+            f"weight_block_size {size}. Start from the model's bf16 weights"
+        )
+    return block
+
+
+def blocks_of(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
+    """The shape of the scales of a weight [..., R, C]."""
+    return [*shape[:-2], *(-(-size // part) for size, part in zip(shape[-2:], block, strict=True))]
 
 
 def _is_size(value: Any) -> bool:
@@ -85,15 +100,15 @@ def dequantised(tensors: dict[str, Any], block: tuple[int, int]) -> dict[str, An
     for name, tensor in tensors.items():
         if not _is_fp8(tensor):
             continue
-        if name + _SCALE not in tensors:
-            raise UserError(f"{_KEY}: {name} is in fp8, and the files hold no {name + _SCALE}")
-        found[name] = _joined(name, tensor, found.pop(name + _SCALE), block)
+        if name + SCALE not in tensors:
+            raise UserError(f"{_KEY}: {name} is in fp8, and the files hold no {name + SCALE}")
+        found[name] = _joined(name, tensor, found.pop(name + SCALE), block)
     return found
 
 
 def _joined(name: str, weight: Slices, scale: Slices, block: tuple[int, int]) -> BlockFp8:
     shape, blocks = list(_shape(weight)), list(_shape(scale))
-    wanted = [*shape[:-2], *(-(-size // part) for size, part in zip(shape[-2:], block, strict=True))]
+    wanted = blocks_of(shape, block)
     if blocks != wanted:
         raise UserError(
             f"{_KEY}: {name} {shape} has scales {blocks}; blocks of {block[0]} x {block[1]} would be {wanted}"
