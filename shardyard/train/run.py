@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardyard.checkpoint import CheckpointStore, background_group, check_exportable, read_weights
+from shardyard.checkpoint.in_use import held, refuse_if_in_use
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, layout_of
 from shardyard.data.batches import BatchLoader
@@ -122,6 +123,8 @@ def _train(
     report_config(loaded, layout, device)
     # One rank looks at the run folder and says what it found; it is written to when all else is known to be
     # right.
+    output_dir = Path(config.training.output_dir)
+    _agree(group, "in use", lambda: refuse_if_in_use(output_dir))
     resume_from = _agree(group, "output_dir", lambda: look_at_output_dir(config))
     if _agree(group, "complete", lambda: nothing_left(config, resume_from, group.world_size)):
         logger.info("nothing to do: %s is the end of this run, and its model is exported", resume_from)
@@ -129,6 +132,15 @@ def _train(
     parts = _build(loaded, layout, device, group, convert)
     trainer = _assemble(parts, _begin(parts, resume_from))
     trainer.observe = observe
+    with held(output_dir, holds=group.is_main):
+        code, steps = _train_and_export(parts, trainer)
+    if code == 0:
+        logger.info("Training completed in %.2fs (%d steps)", time.perf_counter() - started, steps)
+    return code
+
+
+def _train_and_export(parts: _Parts, trainer: Trainer) -> tuple[int, int]:
+    """The exit code, and the steps that are done."""
     state = trainer.train()
     if parts.data.stream is not None:
         report = parts.data.stream.store.report()
@@ -136,11 +148,10 @@ def _train(
     parts.data.close()
     trainer.monitor.close()
     if trainer.interrupted is not None:
-        return EXIT_SAVED
-    if config.training.save_hf_weights:
-        parts.exporter.finish(state.step, is_main=group.is_main)
-    logger.info("Training completed in %.2fs (%d steps)", time.perf_counter() - started, state.step)
-    return 0
+        return EXIT_SAVED, state.step
+    if parts.loaded.config.training.save_hf_weights:
+        parts.exporter.finish(state.step, is_main=parts.group.is_main)
+    return 0, state.step
 
 
 def _build(
@@ -225,7 +236,7 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
         merge_packs=parts.data.merge_packs,
     )  # fmt: skip
     evaluator = _evaluator(parts)
-    _agree(parts.group, "run folder", lambda: claim_output_dir(parts.loaded))
+    _agree(parts.group, "run folder", lambda: _claim(parts.loaded))
     if training.save_steps > 0 or training.save_epochs > 0:
         optimizer = None if training.save_only_model else parts.optimizer
         report_space(start.store.check_space(built.model, optimizer))
@@ -246,6 +257,12 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
         asdict(start.facts), saved_at=state.step, assets=parts.exporter.write_assets,
         export=parts.exporter.into, evaluator=evaluator,
     )  # fmt: skip
+
+
+def _claim(loaded: Loaded) -> str:
+    """Make the run folder this run's own, unless another one has begun there meanwhile."""
+    refuse_if_in_use(Path(loaded.config.training.output_dir))
+    return claim_output_dir(loaded)
 
 
 def _evaluator(parts: _Parts) -> Evaluator | None:
