@@ -5,13 +5,15 @@ The object of a validation has the key ``eval``; that of a step has not.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from shardyard.errors import UserError
 from shardyard.monitor.record import StepRecord
 from shardyard.monitor.validation import EvalResult, validation_metrics
 
@@ -79,6 +81,9 @@ def cut_after(path: Path, step: int, *, evaluated_step: int | None = None) -> li
 
     Validations stay up to ``evaluated_step``, the last one of the run's state (by default ``step``). The old
     file is whole until the new one stands in its place.
+
+    Raises:
+        UserError: the new one cannot be written.
     """
     if not path.exists():
         return []
@@ -89,19 +94,29 @@ def cut_after(path: Path, step: int, *, evaluated_step: int | None = None) -> li
         if (values := _parse(line)) and values["step"] <= (last_validation if _EVAL in values else step)
     ]
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{line}\n" for line, _ in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{line}\n" for line, _ in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"training.output_dir: {path} cannot be written: {error.strerror}") from error
     return [values for _, values in kept if _EVAL not in values]
 
 
 class MetricsWriter:
-    """Appends to ``metrics.jsonl``; each line is in the file when its method returns."""
+    """Appends to ``metrics.jsonl``; each line is in the file when its method returns.
+
+    A disk that takes no more stops no run: lines wait, and follow when there is room again.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def write(self, record: StepRecord) -> None:
         self._append(metrics_of(record))
@@ -110,10 +125,26 @@ class MetricsWriter:
         self._append(validation_metrics(step, result))
 
     def _append(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_to_json(values), allow_nan=False) + "\n")
-        self._file.flush()
+        had_room = not self._waiting
+        self._waiting += (json.dumps(_to_json(values), allow_nan=False) + "\n").encode()
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if had_room:
+                logger.error(
+                    "%s cannot be written: %s. Its lines wait until there is room", self._path, error.strerror
+                )
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
+        try:
+            self._write_waiting()
+        except OSError as error:
+            lines = self._waiting.count(b"\n")
+            logger.error("%s lacks its last %d line(s): %s", self._path, lines, error.strerror)
         self._file.close()
 
 
