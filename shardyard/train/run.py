@@ -50,6 +50,7 @@ from shardyard.train.reports import data_lines, log_lines, report_config, report
 from shardyard.train.resume import restore
 from shardyard.train.run_folder import (
     claim_output_dir,
+    give_back_output_dir,
     goes_on_from_latest,
     look_at_output_dir,
     nothing_left,
@@ -239,7 +240,12 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
     _agree(parts.group, "run folder", lambda: _claim(parts.loaded))
     if training.save_steps > 0 or training.save_epochs > 0:
         optimizer = None if training.save_only_model else parts.optimizer
-        report_space(start.store.check_space(built.model, optimizer))
+        try:
+            report_space(start.store.check_space(built.model, optimizer))
+        except UserError:
+            if parts.group.is_main:
+                give_back_output_dir(parts.loaded.config)
+            raise
     logger.info("> Building Monitor...")
     monitor = Monitor(
         Path(training.output_dir),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from shardyard.checkpoint import CheckpointStore, check_output_dir, prepare_output_dir
+from shardyard.checkpoint.folder import named
+from shardyard.checkpoint.manifest import RUN_STATE, ManifestError, damage, read_manifest, read_run_state
 from shardyard.checkpoint.reference import check_reference, is_reference, newest_reference
 from shardyard.config import Config, Loaded
 from shardyard.config.resolved import dump_yaml
 from shardyard.device import restarted_since
+from shardyard.durable import remove_leftovers, temporary_name, write_durably
 from shardyard.errors import UserError
 from shardyard.train.differences import RunFacts, changes_the_length
 from shardyard.train.exporting import is_exported
@@ -30,6 +33,12 @@ def look_at_output_dir(config: Config) -> str:
     found = _found(store, wanted) if wanted else None
     check_output_dir(**_folder_facts(config))
     if wanted == "latest" and found is None:
+        if damaged := named(store.folder):
+            raise UserError(
+                f"training.resume_from_checkpoint: latest, but {damaged[-1]} is not complete, and neither is "
+                f"another one in {store.folder} (`shardyard checkpoint verify` tells more); move the folder "
+                "away to start at step 0"
+            )
         logger.info("resume_from_checkpoint: latest, but %s is empty yet: starting at step 0", store.folder)
     return str(found or "")
 
@@ -83,7 +92,9 @@ def nothing_left(config: Config, resume_from: str, ranks: int) -> str:
     """
     if not resume_from or is_reference(Path(resume_from)):
         return ""
-    state = json.loads(Path(resume_from, "run_state.json").read_text(encoding="utf-8"))
+    state = _state_as_written(Path(resume_from))
+    if state is None:
+        return ""
     before, training = RunFacts.from_json(state.get("settings", {})), config.training
     if before.schedule is None or before.ranks != ranks or state["step"] < before.schedule["total"]:
         return ""
@@ -91,6 +102,16 @@ def nothing_left(config: Config, resume_from: str, ranks: int) -> str:
         return ""
     done = not training.save_hf_weights or is_exported(Path(training.output_dir), state["step"])
     return "yes" if done else ""
+
+
+def _state_as_written(checkpoint: Path) -> dict[str, Any] | None:
+    """What a checkpoint holds besides tensors; None where it has changed since, which resuming tells."""
+    try:
+        if damage(checkpoint, [RUN_STATE], read_manifest(checkpoint).files):
+            return None
+        return read_run_state(checkpoint)
+    except (ManifestError, KeyError, UserError):
+        return None
 
 
 def _folder_facts(config: Config) -> dict[str, Any]:
@@ -119,6 +140,26 @@ def claim_output_dir(loaded: Loaded) -> str:
         logger.info("the old run was moved to %s", moved)
     _store(loaded.config).clean()
     path = Path(loaded.config.training.output_dir, _CLAIM)
-    path.write_text(dump_yaml(loaded.config, loaded.origins), encoding="utf-8")
+    _write_whole(path, dump_yaml(loaded.config, loaded.origins))
     os.utime(path)  # by the clock of this machine, which also says when the launch began
     return str(path)
+
+
+def give_back_output_dir(config: Config) -> None:
+    """Take the settings away again, where nothing else stands in the folder: no run is to be seen there."""
+    folder = Path(config.training.output_dir)
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [_CLAIM]:
+            (folder / _CLAIM).unlink()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Put ``text`` at ``path``, or leave there what is: the settings of the run so far."""
+    remove_leftovers(path)
+    temporary = temporary_name(path)
+    try:
+        write_durably(temporary, text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
