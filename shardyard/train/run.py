@@ -129,6 +129,7 @@ def _train(
     resume_from = _agree(group, "output_dir", lambda: look_at_output_dir(config))
     if _agree(group, "complete", lambda: nothing_left(config, resume_from, group.world_size)):
         logger.info("nothing to do: %s is the end of this run, and its model is exported", resume_from)
+        group.leave_together()  # no collective has waited for the others
         return 0
     parts = _build(loaded, layout, device, group, convert)
     trainer = _assemble(parts, _begin(parts, resume_from))

@@ -110,6 +110,14 @@ def test_a_finished_run_has_nothing_to_do(finished, ranks):
     assert weights.stat().st_mtime_ns > written
 
 
+@pytest.mark.soak
+def test_no_rank_of_a_finished_run_loses_the_others(finished, ranks):
+    train(ranks, finished, "pair", *RUN, world=2)
+    for leg in ("again", "and again"):  # any rank that fails, fails this
+        again = train(ranks, finished, "pair", *RUN, *LATEST, world=2, leg=leg)
+        assert "nothing to do" in again.log
+
+
 def test_other_data_is_refused_unless_forced_and_then_said(finished, ranks):
     write_numbered(finished / "others.jsonl", range(20, 28))
     other = ["--data.dataset", str(finished / "others.jsonl"), *LATEST[:1]]
