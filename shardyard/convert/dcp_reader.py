@@ -42,6 +42,10 @@ class DcpTensors:
         if self._reader is None:
             self._reader = _Reader(self.folder)
         shape, dtype = self.facts[key]
+        entry: Any = self._reader.metadata.state_dict_metadata[key]
+        # what no piece holds would be what happened to be in memory
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise UserError(f"{self.folder}: the pieces of {key} that .metadata lists do not make it up")
         tensor = torch.empty(shape, dtype=dtype)
         reader, planner = self._reader, DefaultLoadPlanner()
         try:

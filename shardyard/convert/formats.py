@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardyard.checkpoint.folder import complete, step_of
-from shardyard.convert.hf import has_weights
+from shardyard.convert.places import weight_files
 from shardyard.errors import UserError
 from shardyard.models.converted import is_megatron
 
@@ -28,7 +28,7 @@ def form_of(folder: Path, stated: Form | None = None) -> Form:
         raise UserError(f"there is no folder {folder}")
     found = _found(folder)
     if stated is not None and found not in (stated, None):
-        raise UserError(f"--from {stated}: {folder} is {NAMES[found]} (--from {found})")
+        raise UserError(f"--from: {folder} is {NAMES[found]}, not {NAMES[stated]}")
     if found is None:
         held = sorted(path.name for path in folder.iterdir())
         shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
@@ -46,11 +46,13 @@ def _found(folder: Path) -> Form | None:
         return "mcore"
     if (folder / ".metadata").is_file():
         return "dcp"
-    return "hf" if has_weights(folder) else None
+    return "hf" if weight_files(folder) else None
 
 
 def _hint(folder: Path) -> str:
-    """A checkpoint within, as of a run's folder."""
+    """A checkpoint within, as of a run's folder; or what the folder holds instead of a model."""
+    if next(folder.glob("adapter_model*"), None):
+        return "; an adapter is not converted by itself: merge it into its model first"
     whole = complete(folder / "checkpoints") or complete(folder)
     if not whole:
         plain = [path for path in folder.glob("**/global_step_*") if (path / ".metadata").is_file()]

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from shardyard.convert import fp8
-from shardyard.convert.headers import Place, read_header, read_tensor
+from shardyard.convert.headers import read_tensor
 from shardyard.convert.pickled import PickledFile
+from shardyard.convert.places import sources_of
 from shardyard.convert.weights import Facts, reading_order, same_bits, with_dtype
 from shardyard.errors import UserError
 
-INDEX = "model.safetensors.index.json"
 _EMBEDDINGS, _HEAD = ("embed_tokens.weight", "wte.weight"), "lm_head.weight"
 
 
@@ -41,14 +41,14 @@ class HfWeights:
         self._dtype = dtype
         config = read_config(config_dir or folder)
         self._block = fp8.block_size(config, f"{(config_dir or folder) / 'config.json'}")
-        self._places, self._pickled = _places(folder)
+        self._sources = sources_of(folder)
         self._scales = self._find_scales() if self._block else {}
         if self._block:
             config = with_dtype(config, dtype)
             del config["quantization_config"]
         self.config: Mapping[str, Any] = config
         scales = set(self._scales.values())
-        names = [name for name in [*self._places, *self._pickled] if name not in scales]
+        names = [name for name in self._sources if name not in scales]
         self.facts: dict[str, Facts] = {name: self._facts_of(name) for name in reading_order(names)}
         self._drop_repeated_head()
 
@@ -60,30 +60,30 @@ class HfWeights:
         return fp8.dequantise(tensor, self._stored(self._scales[name]), self._block, self._dtype)
 
     def _stored(self, name: str) -> torch.Tensor:
-        if name in self._pickled:
-            return self._pickled[name].read(name)
-        return read_tensor(self._places[name], name)
+        source = self._sources[name]
+        return source.read(name) if isinstance(source, PickledFile) else read_tensor(source, name)
 
     def _stored_facts(self, name: str) -> Facts:
-        return self._pickled[name].facts[name] if name in self._pickled else self._places[name].facts
+        source = self._sources[name]
+        return source.facts[name] if isinstance(source, PickledFile) else source.facts
 
     def _facts_of(self, name: str) -> Facts:
         shape, dtype = self._stored_facts(name)
         return shape, self._dtype if name in self._scales else dtype
 
     def _file_of(self, name: str) -> Path:
-        return self._pickled[name].path if name in self._pickled else self._places[name].path
+        return self._sources[name].path
 
     def _find_scales(self) -> dict[str, str]:
         """Weight -> its scales, for all fp8 weights."""
         assert self._block is not None
         found: dict[str, str] = {}
-        for name in [*self._places, *self._pickled]:
+        for name in self._sources:
             shape, dtype = self._stored_facts(name)
             if not dtype.is_floating_point or dtype.itemsize > 1 or name.endswith(fp8.SCALE):
                 continue
             scale = name + fp8.SCALE
-            if scale not in self._places and scale not in self._pickled:
+            if scale not in self._sources:
                 raise UserError(f"{self._file_of(name)}: {name} is {dtype} and has no {scale} beside it")
             wanted = fp8.blocks_of(shape, self._block) if len(shape) == 2 else None
             if self._stored_facts(scale)[0] != wanted:
@@ -127,56 +127,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} is no JSON object")
     return config
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether there are files that `HfWeights` would read."""
-    return any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", INDEX, *_PICKLED))
-
-
-_PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.bin")
-_NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
-"""What trainers leave in such a folder besides the model."""
-
-
-def _places(folder: Path) -> tuple[dict[str, Place], dict[str, PickledFile]]:
-    """Where each tensor is: in safetensors files if there are any, else in pickled ones."""
-    index = folder / INDEX
-    if index.is_file():
-        return _indexed(folder, index), {}
-    single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if files:
-        places: dict[str, Place] = {}
-        for path in files:
-            for name, place in read_header(path).items():
-                if name in places:
-                    raise UserError(f"{path}: {name} is also in {places[name].path.name}; which one counts?")
-                places[name] = place
-        return places, {}
-    for pattern in _PICKLED:
-        found = [path for path in sorted(folder.glob(pattern)) if path.name not in _NO_WEIGHTS]
-        if found:
-            return {}, {name: file for file in map(PickledFile, found) for name in file.facts}
-    raise UserError(f"{folder} holds no weights (*.safetensors, pytorch_model*.bin)")
-
-
-def _indexed(folder: Path, index: Path) -> dict[str, Place]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{index} cannot be read: it has no weight_map of names to files") from error
-    for name in files:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise UserError(f"{index} points outside its folder: {name}")
-    headers = {name: read_header(folder / name) for name in files}
-    for name, file in weight_map.items():
-        if name not in headers[file]:
-            raise UserError(f"{index} says that {name} is in {file}, which does not hold it")
-    # Tensors that the index forgets are read too, as transformers does.
-    found = {name: place for header in headers.values() for name, place in header.items()}
-    return found | {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def _is_tied(config: Mapping[str, Any]) -> bool:

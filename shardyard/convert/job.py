@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardyard.checkpoint.manifest import MANIFEST
 from shardyard.checkpoint.manifest import verify as damaged_files
@@ -22,6 +24,7 @@ from shardyard.convert.hf import HfWeights, read_config
 from shardyard.convert.hf_writer import SHARD_BYTES, write_hf
 from shardyard.convert.journal import JOURNAL
 from shardyard.convert.mcore import Given, McoreLayout, open_mcore, write_mcore
+from shardyard.convert.names import ModelNames
 from shardyard.convert.progress import ByteProgress
 from shardyard.convert.side_files import write_side_files
 from shardyard.convert.verify import Verified, verify
@@ -88,6 +91,8 @@ def convert(job: Conversion) -> Outcome:
         _check_source(job.source)
     side_dir = job.config_dir or _side_dir(job.source, form)
     weights = _in_dtype(job, form, open_weights(job, form))
+    if form == job.to == "hf" and job.config_dir is not None:
+        _check_config(weights)
     size = total_bytes(weights)
     _check_space(job.target, size)
     logger.info("%s is %s: %d tensors, %.1f MiB", job.source, NAMES[form], len(weights.facts), size / 2**20)
@@ -131,6 +136,12 @@ def with_other_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**{other: config[name] for other, name in names.items() if name in config}, **config}
 
 
+def _check_config(weights: Weights) -> None:
+    """The config.json of another folder has to be that of these weights, as far as transformers can tell."""
+    if weights.config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        ModelNames(weights.config, weights.folder).units_to_memory(weights.facts)
+
+
 def _in_dtype(job: Conversion, form: Form, weights: Weights) -> Weights:
     if job.dtype is not None:
         return CastWeights(weights, job.dtype)
@@ -172,8 +183,8 @@ def _write(job: Conversion, weights: Weights, side_dir: Path, size: int) -> tupl
             workers=workers,
             progress=progress.reach,
             model_type=job.model_type,
+            write_beside=functools.partial(write_side_files, config_of(weights), side_dir, job.target),
         )
-    write_side_files(config_of(weights), side_dir, job.target)
     return written.left_out
 
 

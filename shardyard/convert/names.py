@@ -7,6 +7,7 @@ tensors that one conversion needs together, most often one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -29,6 +30,11 @@ from shardyard.checkpoint.state import persistent_tensors
 from shardyard.convert.weights import Facts
 from shardyard.errors import UserError
 from shardyard.models.causal_lm import base_class
+
+_LAYER = re.compile(r"(.*?\.)\d+\.")
+"""How the name of a tensor in a stack of layers begins."""
+_NO_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+"""Ends of the names of constants that older files store in each layer."""
 
 
 class Unit(NamedTuple):
@@ -92,7 +98,8 @@ class ModelNames:
         """How the tensors of files become those in memory, and the names that the model has no place for.
 
         Raises:
-            UserError: the model wants tensors that the files lack, or of another shape.
+            UserError: the model wants tensors that the files lack, or of another shape, or has no place for
+                some that belong to its layers.
         """
         groups: dict[str, list[str]] = {}
         dropped: list[str] = []
@@ -105,6 +112,7 @@ class ModelNames:
             Unit(tuple(names), _facts(self.to_memory(_on_meta(names, on_disk)))) for names in groups.values()
         ]
         self._check(units)
+        self._refuse_lost(dropped, on_disk)
         return units, dropped
 
     def to_memory(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -148,6 +156,21 @@ class ModelNames:
             found[name] = move if move.renamed in known else None
         self._moves = {name: move for name, move in found.items() if move}
         return found
+
+    def _refuse_lost(self, dropped: list[str], on_disk: Mapping[str, Facts]) -> None:
+        """What stands outside the layers (towers of other senses) may be left out, and layers of multi-token
+        prediction; but a model that has no place for a part of a layer is another model.
+        """
+        stacks = {match[1] for name in self.shapes if (match := _LAYER.match(name))}
+        for name in dropped:
+            match = _LAYER.match(name)
+            if match is None or match[1] not in stacks or name.endswith(_NO_WEIGHTS):
+                continue
+            if f"{match[0]}eh_proj.weight" not in on_disk:
+                raise UserError(
+                    f"{self.folder}: config.json's {self.config.get('model_type')} model has no place for "
+                    f"{name}, one of {len(dropped)} tensors; is it the config.json of another model?"
+                )
 
     def _check(self, units: list[Unit]) -> None:
         """All tensors of the model, in its shapes, each once."""
@@ -208,4 +231,7 @@ def _facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Facts]:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+    """A validation error says in its second line what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {told or 'no message'}"

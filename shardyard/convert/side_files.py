@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardyard.durable import flush, sync, temporary_name
+from shardyard.durable import remove_leftovers, sync, temporary_name
 
 _KINDS = ("*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py", "additional_chat_templates/*.jinja")
-_WEIGHTS = ("*.index.json", "config.json", "manifest.json", "run_state.json", "trainer_state.json")
+_OTHER = (
+    "*.index.json", "config.json", "manifest.json", "run_state.json", "trainer_state.json",
+    "adapter_config.json",  # a model beside one would be taken for an adapter
+)  # fmt: skip
 
 
 def side_files(source: Path) -> list[Path]:
     """Files of a model's folder, relative to it, that go with its weights, but config.json."""
     found = {path for kind in _KINDS for path in source.glob(kind) if path.is_file()}
-    return sorted(path.relative_to(source) for path in found if not any(map(path.match, _WEIGHTS)))
+    return sorted(path.relative_to(source) for path in found if not any(map(path.match, _OTHER)))
 
 
 def write_side_files(config: Mapping[str, Any], source: Path, folder: Path) -> None:
     """config.json and copies of the side files of ``source``; each appears whole."""
     for name in side_files(source):
         (folder / name).parent.mkdir(exist_ok=True)
-        temporary = temporary_name(folder / name)
-        shutil.copyfile(source / name, temporary)
-        _publish(temporary, folder / name)
-    temporary = temporary_name(folder / "config.json")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n")
-        flush(file)
-    _publish(temporary, folder / "config.json")
+        with _arriving(folder / name) as temporary:
+            shutil.copyfile(source / name, temporary)
+    with _arriving(folder / "config.json") as temporary:
+        temporary.write_text(json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _publish(temporary: Path, path: Path) -> None:
-    sync(temporary)
-    temporary.replace(path)
+@contextlib.contextmanager
+def _arriving(path: Path) -> Iterator[Path]:
+    """The temporary name of a file that is there whole afterwards, or not at all."""
+    remove_leftovers(path)
+    temporary = temporary_name(path)
+    try:
+        yield temporary
+        sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

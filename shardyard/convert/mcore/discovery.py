@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from shardyard.convert.mcore.families import Model
 from shardyard.convert.mcore.layout import Implementation, McoreLayout, parse_list
 from shardyard.convert.mcore.pieces import WORD_EMBEDDINGS
 from shardyard.convert.mcore.rank_files import Chunk, RankFiles
 from shardyard.errors import UserError
+
+logger = logging.getLogger("shardyard.convert")
 
 _LAYER, _MTP = r"decoder\.layers\.(\d+)\.", r"mtp\.layers\.(\d+)\."
 
@@ -33,6 +38,8 @@ def discover(files: RankFiles, model: Model, given: Given) -> tuple[McoreLayout,
         UserError: a rank's folder is missing, or the layout does not fit the model.
     """
     said = files.arguments
+    _check_said(said, model, files.folder)
+    _check_given(said, given, files.folder)
     layout = McoreLayout(
         tp=files.extent(0, "tensor_model_parallel_size"),
         pp=files.extent(1, "pipeline_model_parallel_size"),
@@ -46,12 +53,52 @@ def discover(files: RankFiles, model: Model, given: Given) -> tuple[McoreLayout,
     layout = _with_names(layout, model, files)
     layout = _with_vocabulary(layout, model, files)
     layout.check(model)
+    joined = layout.grouped and layout.implementation == "local"
+    if joined and layout.tp > 1 and given.moe_tp_extend_ep is None and "moe_tp_extend_ep" not in said:
+        logger.warning(
+            "%s does not say whether experts are divided over tp x ep ranks, and joined experts have the "
+            "same shape either way; if they are, give --moe-tp-extend-ep",
+            files.folder,
+        )
     for rank in layout.ranks():
         if rank not in files:
             raise UserError(f"{files.folder / layout.folder_of(rank)} is missing; other ranks are there")
     stage, chunk = layout.last(model)
     chunks = files.stage(stage)
     return layout, _count(chunks[min(chunk, len(chunks) - 1)], _MTP)
+
+
+def _check_said(said: Mapping[str, Any], model: Model, folder: Path) -> None:
+    """Heads of another number or size may make tensors of the same shapes.
+
+    Raises:
+        UserError: the checkpoint's arguments name other sizes than config.json.
+    """
+    sizes = {"hidden_size": model.hidden, "num_attention_heads": model.heads}
+    if not model.family.latent:
+        sizes["kv_channels"] = model.head_dim
+        if said.get("group_query_attention") is True:
+            sizes["num_query_groups"] = model.groups
+    for key, size in sizes.items():
+        if isinstance(said.get(key), int) and said[key] != size:
+            raise UserError(
+                f"{folder}: {key} of the checkpoint's arguments is {said[key]}, config.json says {size}; "
+                "name the folder of the right config.json with --config"
+            )
+
+
+def _check_given(said: Mapping[str, Any], given: Given, folder: Path) -> None:
+    """What is given is for checkpoints that do not say it; experts cut in another way have the same shapes.
+
+    Raises:
+        UserError: the checkpoint says something else.
+    """
+    extended, shards = said.get("moe_tp_extend_ep"), said.get("expert_tensor_parallel_size")
+    tp = said.get("tensor_model_parallel_size")
+    if given.moe_tp_extend_ep and extended is False:
+        raise UserError(f"moe_tp_extend_ep: {folder} was written without it; leave it out")
+    if given.expert_tp == 1 and isinstance(shards, int) and isinstance(tp, int) and shards == tp > 1:
+        raise UserError(f"expert_tp: experts in {folder} are cut in {shards}; leave it out")
 
 
 def _given_or_said(given: tuple[int, ...] | None, files: RankFiles, key: str) -> tuple[int, ...]:

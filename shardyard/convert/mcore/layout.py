@@ -164,6 +164,8 @@ class McoreLayout:
             self._check_dense(model)
         if self.mla_mm_split and not (model.query_rank and self.dialect == "mindspeed"):
             raise UserError("mla_mm_split is MindSpeed's form of latent attention with a latent query only")
+        if self.mtp_layers is not None and self.mtp_layers < 0:
+            raise UserError(f"mtp_num_layers is {self.mtp_layers}; a whole number from 0 on is needed")
         if self.mtp_layers and not model.family.mtp:
             raise UserError(f"mtp_num_layers is {self.mtp_layers}, but {model.model_type} has no MTP layers")
 

@@ -53,18 +53,23 @@ class RankFiles:
 
     def __init__(self, folder: Path, *, staged: bool) -> None:
         self.folder = folder
-        numbered = {
-            tuple(int(group) for group in match.groups() if group is not None): entry
+        numbered = [
+            (tuple(int(group) for group in match.groups() if group is not None), entry)
             for entry in sorted(folder.iterdir())
             if (match := _RANK.fullmatch(entry.name))
-        }
+        ]
         if not numbered:
             raise UserError(f"{folder} holds no rank folders (mp_rank_00, ...)")
-        first = _load(next(iter(numbered.values())) / FILE)
+        first = _load(numbered[0][1] / FILE)
         self.arguments = plain_arguments(first)
         """What the first rank's file says about the run; empty if it says nothing."""
         staged = staged or _is_staged(self.arguments, first)
-        self._folders = {_rank_of(key, staged): path for key, path in numbered.items()}
+        self._run = _run_of(first)
+        self._folders: dict[Rank, Path] = {}
+        for key, path in numbered:
+            if (rank := _rank_of(key, staged)) in self._folders:
+                raise UserError(f"{path} and {self._folders[rank].name} are the same rank; which one counts?")
+            self._folders[rank] = path
         self._contents: dict[Rank, dict[str, Any]] = {next(iter(self._folders)): first}
 
     def __contains__(self, rank: Rank) -> bool:
@@ -112,7 +117,14 @@ class RankFiles:
 
     def _content(self, rank: Rank) -> dict[str, Any]:
         if rank not in self._contents:
-            self._contents[rank] = _load(self.path(rank))
+            found = _load(self.path(rank))
+            for key, value in _run_of(found).items():
+                if self._run.get(key, value) != value:
+                    raise UserError(
+                        f"{self.path(rank)} is of another checkpoint than the first rank's file: {key} is "
+                        f"{value} here and {self._run[key]} there"
+                    )
+            self._contents[rank] = found
         return self._contents[rank]
 
 
@@ -121,6 +133,13 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not _chunk_keys(content):
         raise UserError(f"{path} holds no model (no entry model or model0)")
     return content
+
+
+def _run_of(content: Mapping[str, Any]) -> dict[str, int]:
+    """What all files of a checkpoint say alike, as far as they say it."""
+    said = {**plain_arguments(content), "iteration": content.get("iteration")}
+    sizes = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
+    return {key: said[key] for key in ("iteration", *sizes) if isinstance(said.get(key), int)}
 
 
 def _chunk_keys(content: Mapping[str, Any]) -> list[str]:

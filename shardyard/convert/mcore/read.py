@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +17,11 @@ from shardyard.convert.mcore.layout import McoreLayout, Rank
 from shardyard.convert.mcore.pieces import WORD_EMBEDDINGS, Link, Plan
 from shardyard.convert.mcore.rank_files import RankFiles, iteration_folder
 from shardyard.convert.mcore.rules import Rule, same_bits
+from shardyard.convert.mcore.sizes import check_shapes
 from shardyard.convert.weights import Facts
 from shardyard.errors import UserError
+
+logger = logging.getLogger("shardyard.convert")
 
 _NO_WEIGHTS = re.compile(r".*(\._extra_state\d*|\.inv_freq|\.local_tokens_per_expert)$")
 """Entries of a model's state that are no weights."""
@@ -63,6 +67,7 @@ class McoreWeights:
         self._sources = self._find_sources()
         self._check_tied()
         self.facts = self._find_facts()
+        check_shapes(model, self.facts, folder)
 
     @property
     def layout(self) -> McoreLayout:
@@ -84,13 +89,40 @@ class McoreWeights:
 
     def _find_sources(self) -> dict[str, _Source]:
         shards: dict[str, dict[int, tuple[Rank, int, Link, int]]] = {}
+        apart: list[str] = []
         for rank in self._plan.layout.ranks():
             for chunk, links in self._plan.links(rank).items():
                 self._check_names(rank, chunk, links)
                 for link in links:
+                    first = shards.get(link.hf[0], {}).get(link.index)
+                    same = first is not None and (first[1], first[2].name) == (chunk, link.name)
+                    if same and not self._is_replica(link, chunk, rank, first[0]):
+                        apart.append(link.name)
                     for which, name in enumerate(link.hf):
                         shards.setdefault(name, {}).setdefault(link.index, (rank, chunk, link, which))
+        if apart:
+            logger.warning(
+                "%s: %d norms of queries and keys, such as %s, differ between ranks; those of the first rank "
+                "are taken", self.folder, len(apart), apart[0],
+            )  # fmt: skip
         return {name: _source(found) for name, found in shards.items()}
+
+    def _is_replica(self, link: Link, chunk: int, rank: Rank, first: Rank) -> bool:
+        """Whether two ranks that hold the same vector do. False only where training may have let them drift:
+        some trainers do not sum the gradients of these norms over the ranks.
+
+        Raises:
+            UserError: they differ elsewhere.
+        """
+        mine, other = (self._tensor(one, chunk, link.name) for one in (rank, first))
+        if mine.ndim != 1 or same_bits(mine, other):  # larger ones would be read once for each copy
+            return True
+        if re.search(r"\.[qk]_layernorm\.weight$", link.name):
+            return False
+        raise UserError(
+            f"{self._files.path(rank)}: {link.name} is not that of {self._files.path(first)}, though both "
+            "ranks hold the same tensor; are these files of one checkpoint?"
+        )
 
     def _check_names(self, rank: Rank, chunk: int, links: list[Link]) -> None:
         there = self._chunk(rank, chunk)

@@ -31,6 +31,7 @@ from shardyard.convert.mcore.pickles import Inert, load_pt, plain_arguments
 from shardyard.convert.mcore.pieces import Link, Plan
 from shardyard.convert.mcore.rank_files import iteration_folder
 from shardyard.convert.mcore.read import McoreWeights, hugging_face_order, read_config
+from shardyard.convert.mcore.sizes import check_shapes
 from shardyard.convert.pickled import cause_of
 from shardyard.convert.weights import Facts, Weights
 from shardyard.errors import UserError
@@ -89,6 +90,7 @@ class TorchDistWeights:
         self._check_used()
         self._sources = {name: (link, which) for link in self._links for which, name in enumerate(link.hf)}
         self.facts = self._find_facts()
+        check_shapes(self.model, self.facts, folder)
 
     def read(self, name: str) -> torch.Tensor:
         """See `Weights.read`."""

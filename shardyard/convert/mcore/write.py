@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from shardyard.convert.mcore.pieces import Link, Plan
 from shardyard.convert.mcore.rank_file import RankFile
 from shardyard.convert.mcore.rank_files import FILE, LATEST
 from shardyard.convert.mcore.rules import same_bits
+from shardyard.convert.mcore.sizes import check_shapes
 from shardyard.convert.weights import Weights
 from shardyard.convert.workers import Advance, run_tasks
 from shardyard.durable import remove_leftovers, sync, temporary_name, write_durably
@@ -50,8 +52,9 @@ def write_mcore(
     workers: int = 1,
     progress: Progress | None = None,
     model_type: str | None = None,
+    write_beside: Callable[[], None] | None = None,
 ) -> Written:
-    """Write ``folder`` in ``layout``.
+    """Write ``folder`` in ``layout``; ``write_beside`` writes config.json and what else stands beside it.
 
     One process writes the files of one stage and expert rank side by side, so that the source is read once
     for all tensor-parallel ranks; it holds the source of one mcore tensor and one rank's piece of it. A file
@@ -67,6 +70,7 @@ def write_mcore(
     left_out = _check_names(weights, plan)
     _check_copies(weights, plan)
     sizes = {rank: _bytes(_shapes(weights, plan, rank)) for rank in layout.ranks()}
+    check_shapes(plan.model, weights.facts, weights.folder)
     job = _Job(weights, folder, plan)
     with Journal(folder, job_of(weights, folder, "mcore", **_options(plan))) as journal:
         kept = [rank for rank in sizes if _is_finished(journal, job.name_of(rank))]
@@ -76,7 +80,7 @@ def write_mcore(
             names = [job.name_of(rank) for rank in sizes]
             _tidy([folder / name for name in names if not _is_finished(journal, name)])
             raise
-        _finish(folder, weights)
+        _finish(folder, weights, write_beside)
         journal.complete()
     return Written(folder, len(sizes), len(kept), left_out)
 
@@ -118,20 +122,24 @@ def _check_names(weights: Weights, plan: Plan) -> tuple[str, ...]:
             "config.json has"
         )
     extra = [name for name in weights.facts if name not in used and name not in plan.copies()]
-    behind = tuple(name for name in extra if _layer_of(name) >= plan.model.layers + plan.mtp_layers)
+    behind = tuple(name for name in extra if _is_left_out(name, weights, plan))
     unknown = [name for name in extra if name not in behind and not name.endswith(".rotary_emb.inv_freq")]
-    if unknown or (behind and not plan.model.family.mtp):
-        names = unknown or list(behind)
+    if unknown:
         raise UserError(
-            f"{weights.folder} holds {names[0]}{_more(names)}, which has no place in a Megatron-core "
-            f"{plan.model.model_type}; nothing is written"
+            f"{weights.folder} holds {unknown[0]}{_more(unknown)}, which has no place in a Megatron-core "
+            f"{plan.model.model_type} with this config.json; nothing is written"
         )
     return behind
 
 
-def _layer_of(name: str) -> int:
-    parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdigit() else -1
+def _is_left_out(name: str, weights: Weights, plan: Plan) -> bool:
+    """Whether it belongs to an MTP layer that is not asked for; a plain layer behind the last one is one that
+    config.json forgets.
+    """
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    if match is None or int(match[1]) < plan.model.layers + plan.mtp_layers:
+        return False
+    return plan.model.family.mtp and f"{match[0]}eh_proj.weight" in weights.facts
 
 
 def _more(names: list[str]) -> str:
@@ -257,10 +265,15 @@ def _read(weights: Weights, name: str) -> torch.Tensor:
     return tensor
 
 
-def _finish(folder: Path, weights: Weights) -> None:
+def _finish(folder: Path, weights: Weights, write_beside: Callable[[], None] | None) -> None:
     try:
         sync(folder / ITERATION)
-        _put(folder / "config.json", json.dumps(dict(weights.config), indent=2, ensure_ascii=False) + "\n")
+        if write_beside is not None:
+            write_beside()
+        else:
+            _put(
+                folder / "config.json", json.dumps(dict(weights.config), indent=2, ensure_ascii=False) + "\n"
+            )
         _put(folder / LATEST, "1")
     except OSError as error:
         raise UserError(f"{folder} is not written: {error}") from error

@@ -104,6 +104,7 @@ REFUSED = [
     ("qwen3_moe", {"num_experts": 12, "num_key_value_heads": 4}, {"tp": 2, "ep": 3, "expert_tp": 1},
      r"expert_tp: 1 needs tp \(2\) to divide ep \(3\)"),
     ("deepseek_v3", {}, {"mla_mm_split": True}, r"mla_mm_split is MindSpeed's form"),
+    ("deepseek_v3", {}, {"mtp_layers": -1}, r"mtp_num_layers is -1; a whole number from 0 on"),
     ("qwen3", {}, {"mtp_layers": 1}, r"mtp_num_layers is 1, but qwen3 has no MTP layers"),
 ]  # fmt: skip
 
