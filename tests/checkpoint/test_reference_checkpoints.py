@@ -274,3 +274,25 @@ def test_a_folder_of_ours_or_of_megatron_is_none_of_the_reference(tmp_path, besi
     assert newest_reference(folder.parent) == folder and newest_reference(folder) is None
     (folder / beside).touch()
     assert not is_reference(folder) and newest_reference(tmp_path) == tmp_path / "checkpoints/global_step_5"
+
+
+@pytest.mark.parametrize(
+    ("places", "warns"),
+    [
+        ([(0, 0), (0, 3), (4, 0), (4, 3)], True),
+        ([(0, 0), (4, 0)], False),
+        ([(0, 0), (0, 3)], False),
+    ],
+)
+def test_experts_that_were_split_both_ways_are_doubted(tmp_path, caplog, places, warns):
+    """REFERENCE 9.3, item 27: such pieces may stand in the order of other ranks."""
+    from shardyard.checkpoint.weights_only import Saved, warn_of_grids
+
+    entry = SimpleNamespace(chunks=[SimpleNamespace(offsets=place) for place in places])
+    metadata: Any = SimpleNamespace(state_dict_metadata={"experts": entry, "matrix": entry})
+    with caplog.at_level("WARNING", "shardyard"):
+        warn_of_grids(tmp_path, metadata, {"a": Saved("matrix")})
+        assert not caplog.records
+        warn_of_grids(tmp_path, metadata, {"a": Saved("matrix"), "b": Saved("experts", merged=True)})
+    assert len(caplog.records) == warns
+    assert all("ep_fsdp_size" in record.getMessage() for record in caplog.records)

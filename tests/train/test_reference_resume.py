@@ -26,7 +26,7 @@ def batches() -> list[list]:
     return own + ours
 
 
-def go_on(model: Path, checkpoint: Path, out: Path, parallel: dict, epochs: float = 3, freeze: str = ""):
+def go_on(model: Path, checkpoint: Path, out: Path, parallel: dict):
     """(state, losses of the next steps, warnings, how often AdamW has counted) of a resumed run."""
     import logging
 
@@ -50,9 +50,7 @@ def go_on(model: Path, checkpoint: Path, out: Path, parallel: dict, epochs: floa
         for parameter in built.model.parameters():
             parameter.zero_()
     order = EpochOrder(10, seed=SEED, shuffle=True)
-    sampler = ElasticSampler(
-        order, global_batch=BATCH, drop_last=False, num_train_epochs=epochs, max_steps=-1
-    )
+    sampler = ElasticSampler(order, global_batch=BATCH, drop_last=False, num_train_epochs=3, max_steps=-1)
     store = CheckpointStore(out, save_total_limit=None)
     try:
         state, before = restore(
@@ -118,9 +116,15 @@ def look(root: Path) -> list:
 
     checkpoint = root / "ref/checkpoints/global_step_4"
     dcp.save({"model.model.model.w": torch.ones(2)}, checkpoint_id=checkpoint, no_dist=True)
+    (root / "config").mkdir()
     said: list = []
-    for wanted in (checkpoint, root / "ref", root / "ref/checkpoints/global_step_5"):
-        training = {"output_dir": str(root / "out"), "resume_from_checkpoint": str(wanted)}
+    for wanted, out in (
+        (checkpoint, "out"),
+        (checkpoint, "config"),
+        (root / "ref", "out"),
+        (root / "ref/checkpoints/global_step_5", "out"),
+    ):
+        training = {"output_dir": str(root / out), "resume_from_checkpoint": str(wanted)}
         model = {"model_name_or_path": str(root), "config_name_or_path": str(root / "config")}
         data = {"dataset": "d", "template": "qwen3"}
         config = Config.model_validate({"model": model, "data": data, "training": training})
@@ -140,9 +144,10 @@ def look(root: Path) -> list:
 
 
 def test_a_folder_is_named_by_its_path_and_the_place_follows_this_run_s_updates(ranks, tmp_path):
-    found, above, absent, *places, beyond = ranks.run(1, look, tmp_path, init_process_group=False)[0]
+    found, taken, above, absent, *places, beyond = ranks.run(1, look, tmp_path, init_process_group=False)[0]
     checkpoint = tmp_path / "ref/checkpoints/global_step_4"
     assert found == (str(checkpoint), "")
+    assert f"{tmp_path / 'config'} is what this run reads from" in taken
     assert f"did you mean {checkpoint}?" in above
     assert "global_step_5 does not exist" in absent
     # Epochs of 10 are two updates of 4; what is left over of the first is passed over with the third.
