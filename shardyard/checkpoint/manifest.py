@@ -148,7 +148,7 @@ def read_run_state(folder: Path) -> dict[str, Any]:
 def fault_of(path: Path) -> str | None:
     """Why ``path`` is not a complete checkpoint of ours (by its manifest and file sizes); None when it is."""
     if not path.is_dir():
-        return "does not exist"
+        return "is no folder" if path.exists() else "does not exist"
     try:
         read_complete(path)
     except ManifestError as error:

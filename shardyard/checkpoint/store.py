@@ -250,7 +250,7 @@ class CheckpointStore:
             return self.latest()
         path = Path(wanted).expanduser()
         if fault := fault_of(path):
-            inside = CheckpointStore(path, save_total_limit=None).latest()
+            inside = _newest_around(path)
             hint = f"; did you mean {inside}?" if inside else ""
             raise UserError(f"training.resume_from_checkpoint: {path} {fault}{hint}")
         return path
@@ -312,8 +312,17 @@ def tell_incomplete(folder: Path) -> None:
             logger.warning("passing over %s: it %s", path, fault)
 
 
-def _by_sequence(one: tuple[int, str]) -> tuple[int, int]:
-    return one[0], step_of(Path(one[1])) or 0
+def _newest_around(path: Path) -> Path | None:
+    """What a user may have meant with a run's folder, its ``checkpoints``, or a pointer in that."""
+    if path.is_file() and path.name in (LATEST, BEST):
+        return pointed(path.parent, path.name)
+    found = complete(path / "checkpoints") or complete(path)
+    return found[-1] if found else None
+
+
+def _by_sequence(one: tuple[int, str]) -> tuple[int, int, str]:
+    """The order of `complete`; of copies all ranks have to take the same one."""
+    return one[0], step_of(Path(one[1])) or 0, one[1]
 
 
 def _make_way(temporary: Path) -> None:

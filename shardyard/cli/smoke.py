@@ -1,20 +1,21 @@
-"""``shardyard train FILE --smoke``: two steps, a save, a resume, an export, before the real run costs anything."""
+"""``shardyard train FILE --smoke``: two steps, a save, a resume, an export, before the real run costs."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shardyard.cli.launch import Launch
 from shardyard.config import Loaded, load_config
+from shardyard.durable import remove_leftovers, temporary_name
 from shardyard.errors import UserError
 
 _STEPS = 2
+_NAME = ".smoke"
 _LEAST_ROWS = 64
 _TOLERANCE = 1e-3
 """Relative, of the loss of the repeated step, for runs that are not deterministic."""
@@ -33,7 +34,9 @@ def smoke(loaded: Loaded, words: Sequence[str], ranks: int, launch: Launch) -> i
     parent = Path(loaded.config.training.output_dir).expanduser().resolve().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".smoke-", dir=parent))
+        remove_leftovers(parent / _NAME)  # of a smoke test that was killed
+        folder = temporary_name(parent / _NAME)
+        folder.mkdir()
     except OSError as error:
         raise UserError(f"training.output_dir: {parent} cannot be written: {error.strerror}") from error
     try:
@@ -105,10 +108,11 @@ def _judge(first: Path, second: Path, *, exact: bool) -> int:
         f"a step took {unbroken['step_ms'] / 1000:.2f} s, a checkpoint has {size / 2**20:,.1f} MiB, "
         f"the export is verified"
     )
-    same = all(
+    finite = all(math.isfinite(float(unbroken[key])) for key in ("loss", "grad_norm"))  # "nan" is text there
+    same = finite and all(
         unbroken[key] == resumed[key]
         if exact
-        else math.isclose(unbroken[key], resumed[key], rel_tol=_TOLERANCE)
+        else math.isclose(float(unbroken[key]), float(resumed[key]), rel_tol=_TOLERANCE)
         for key in ("loss", "grad_norm")
     )
     if not same:
