@@ -206,7 +206,7 @@ def _begin(parts: _Parts, resume_from: str) -> _Start:
     latest = _agree(group, "latest", lambda: "yes" if goes_on_from_latest(config) else "")
     state, before = restore(
         store, resume_from, parts.built, parts.optimizer, parts.data.identity, facts, force=force,
-        latest=bool(latest),
+        latest=bool(latest), sampler=sampler,
     )  # fmt: skip
     if training.save_hf_weights or training.export_steps:
         exporter = parts.exporter
