@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from shardyard.checkpoint.hf_files import Facts, facts_of_folder
 from shardyard.checkpoint.state import any_stage
@@ -41,6 +41,7 @@ def check_reads_back(facts: Mapping[str, Facts], folder: Path) -> None:
     Raises:
         UserError: transformers cannot read it, or makes another model of it.
     """
+    _check_generation_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
@@ -56,6 +57,18 @@ def check_reads_back(facts: Mapping[str, Facts], folder: Path) -> None:
                 f"config.json, as it would be exported, makes another model: {name} is "
                 f"{shape} here and {theirs.get(name, 'absent')} there"
             )
+
+
+def _check_generation_config(folder: Path) -> None:
+    if not (folder / "generation_config.json").is_file():
+        return
+    try:
+        GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of every type, for JSON of another form and for values that contradict
+        raise UserError(
+            f"generation_config.json, as it would be exported, is not taken by transformers: {_line(error)}; "
+            "correct it in the model's folder, or remove the file"
+        ) from error
 
 
 def answer_of(model: Any) -> Answer | None:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from shardyard.checkpoint.state import any_stage
+from shardyard.errors import UserError
 
 
 def write_side_files(
@@ -41,7 +42,12 @@ def _write_generation_config(model: Any, folder: Path, source_dir: Path | None, 
         text = json.dumps(model.generation_config.to_diff_dict(), indent=2, default=str) + "\n"
     else:
         return
-    options = json.loads(text)
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise UserError(f"{source} holds no JSON object; correct it, or remove the file")
     stop_ids = _as_list(options.get("eos_token_id", getattr(model.config, "eos_token_id", None)))
     trained = getattr(tokenizer, "eos_token_id", None)
     path = folder / "generation_config.json"

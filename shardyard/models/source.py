@@ -177,9 +177,11 @@ def load_model_config(model: ModelConfig, source: Path | ModelSource) -> PreTrai
     folder = ModelSource.of(source).config
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=model.trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # of every type: config classes check their fields each in its own way
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        cause = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
         raise UserError(
-            f"{_KEY}: the config.json of {folder} cannot be used: {str(error).strip().splitlines()[0]}"
+            f"{_KEY}: the config.json of {folder} cannot be used: {cause or type(error).__name__}"
         ) from error
     check_model_id(model.model_id, config.model_type)
     config = with_overrides(config, dict(model.config_overrides or {}))

@@ -106,8 +106,19 @@ def from_files(
         _refuse_incomplete(model, info, folder)
         free_what_was_read_around(model)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = _generation_config(folder)
     return model
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # of every type, for JSON of another form and for values that contradict
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{_KEY}: {folder / 'generation_config.json'} is not taken by transformers, so no export would "
+            f"load: {cause}. Correct it, or remove the file"
+        ) from error
 
 
 def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:

@@ -92,6 +92,25 @@ def test_a_config_that_makes_another_model_is_refused_before_training() -> None:
         check_exportable(model, source_dir=None, tokenizer=None)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"early_stopping": "x"}', r"not taken by transformers: .*early_stopping"),
+        ('{"max_new_tokens": -1}', r"not taken by transformers: .*must be greater than 0, but is -1"),
+        ("{", r"source/generation_config\.json holds no JSON object"),
+        ("[1]", r"source/generation_config\.json holds no JSON object"),
+    ],
+)
+def test_a_generation_config_that_nobody_could_load_is_found_before_training(
+    source: Path, text: str, said: str
+) -> None:
+    from shardyard.checkpoint import check_exportable
+
+    (source / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        check_exportable(tiny("qwen3"), source_dir=source, tokenizer=None)
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     tiny("qwen3").save_pretrained(tmp_path / "source")

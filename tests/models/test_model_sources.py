@@ -122,3 +122,23 @@ def test_a_conversion_is_the_work_of_one_rank(tmp_path):
     first = resolve_source(options, fetch_first=leads, convert=convert, cache=tmp_path / "c")
     other = resolve_source(options, fetch_first=lambda fetch: told[0])
     assert first == other and len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": "32"}, r"Validation error for field 'hidden_size': .*expected int, got str"),
+        (
+            {"num_hidden_layers": 3, "layer_types": ["full_attention"]},
+            r"error for validator .*: .*layer_types",
+        ),
+        ({"model_type": "qwen33"}, r"qwen33"),
+    ],
+)
+def test_a_config_that_its_class_refuses_is_one_message_with_the_reason(tmp_path, changes, said):
+    from shardyard.models.source import load_model_config
+
+    folder = make(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **changes}))
+    with pytest.raises(UserError, match=rf"the config\.json of .* cannot be used: .*{said}"):
+        load_model_config(ModelConfig(model_name_or_path=str(folder)), folder)
