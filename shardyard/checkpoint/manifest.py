@@ -253,6 +253,6 @@ def _inside(name: str) -> str:
 
 
 def _count(number: Any) -> int:
-    if not isinstance(number, int) or number < 0 or number >= 2**63:
+    if type(number) is not int or not 0 <= number < 2**63:  # True is no count
         raise ValueError(f"{number!s:.40} is no count")
     return number

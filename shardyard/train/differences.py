@@ -48,6 +48,7 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
     ("model.freeze", "what is trained from the next step on"),
     ("model.*_name_or_path", "names the config and the tokenizer; the weights are the checkpoint's"),
     ("model.*", "the weights are the checkpoint's"),
+    ("parallel.*dtype", "another precision, from the next step on"),
     ("parallel.*", "another layout: equal up to rounding"),
     ("optimization.*", "other operators: equal up to rounding"),
     ("*", "no effect on the weights"),

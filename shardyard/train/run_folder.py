@@ -160,6 +160,6 @@ def _write_whole(path: Path, text: str) -> None:
     try:
         write_durably(temporary, text)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise UserError(f"training.output_dir: {path} cannot be written: {error.strerror}") from error

@@ -141,6 +141,7 @@ HOSTILE = {
     "a size of infinity": {"files": {"run_state.json": {"bytes": float("inf"), "sha256": ""}}},
     "a sequence of 5,000 digits": {"sequence": 10**4000},
     "no sequence": {"sequence": None},
+    "a sequence that is a truth": {"sequence": True},
     "files in a list": {"files": ["run_state.json"]},
     "a future format": {"format": 3},
     "an unhashable format": {"format": [1]},

@@ -90,7 +90,8 @@ def test_settings_that_a_full_disk_does_not_take_leave_those_before(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patched, pytest.raises(OSError):
+    said = "resolved_config.yaml cannot be written: No space left on device"
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=said):
         patched.setattr(os, "fsync", full)
         claim_output_dir(loaded)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [

@@ -33,6 +33,7 @@ def test_every_setting_has_an_effect_or_is_of_no_interest():
     assert told["training.lr"] == told["training.adam_beta2"] == "holds from the next step on"
     assert "learning rate" in told["training.warmup_steps"]
     assert told["parallel.tp_size"] == "another layout: equal up to rounding"
+    assert told["parallel.param_dtype"] == "another precision, from the next step on"
     assert "weights are the checkpoint's" in told["model.model_name_or_path"]
     assert told["training.save_steps"] == "what is kept and told; no effect on the weights"
 
