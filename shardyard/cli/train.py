@@ -31,8 +31,8 @@ usage: shardyard train FILE [overrides] [--smoke] [--nproc-per-node N] [--max-re
                        [--nnodes M --rdzv-endpoint HOST:PORT [--rdzv-id NAME]]
 
 Trains as FILE says; overrides are written --section.key value or section.key=value.
-  --smoke             try it first: few rows, two steps, a save, a resume and an export beside output_dir, then a
-                      verdict; nothing is left behind
+  --smoke             try it first: few rows, two steps, a save, a resume and an export beside output_dir,
+                      then a verdict; nothing is left behind
   --nproc-per-node N  ranks on this machine (default: one per accelerator; one on a CPU)
   --max-restarts N    after a fault, start all ranks again up to N times (default 0); the run goes on from its
                       last checkpoint
