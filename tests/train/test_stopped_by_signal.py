@@ -47,7 +47,10 @@ LATEST = ["--training.resume_from_checkpoint", "latest"]
         (signal.SIGTERM, 3, []),
         pytest.param(signal.SIGUSR1, 4, ["--training.save_async", "true"], id="beside an async save"),
         pytest.param(
-            signal.SIGTERM, 4, ["--training.save_only_model"], id="of a run that saves weights alone",
+            signal.SIGTERM,
+            4,
+            ["--training.save_only_model"],
+            id="of a run that saves weights alone",
             marks=pytest.mark.soak,
         ),
         pytest.param(signal.SIGUSR1, STEPS, [], id="in the last step", marks=pytest.mark.soak),
