@@ -95,9 +95,12 @@ class McoreWeights:
                 self._check_names(rank, chunk, links)
                 for link in links:
                     first = shards.get(link.hf[0], {}).get(link.index)
-                    if first is not None and (first[1], first[2].name) == (chunk, link.name):
-                        if not self._is_replica(link, chunk, rank, first[0]):
-                            apart.append(link.name)
+                    if (
+                        first is not None
+                        and (first[1], first[2].name) == (chunk, link.name)
+                        and not self._is_replica(link, chunk, rank, first[0])
+                    ):
+                        apart.append(link.name)
                     for which, name in enumerate(link.hf):
                         shards.setdefault(name, {}).setdefault(link.index, (rank, chunk, link, which))
         if apart:
