@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.conversions import held_in
@@ -15,7 +16,7 @@ from support.models import write_tiny_model
 from shardyard.errors import UserError
 
 
-def run(source: Path, target: Path, to: str = "hf", **options):
+def run(source: Path, target: Path, to: Any = "hf", **options):
     from shardyard.convert.job import Conversion, convert
 
     return convert(Conversion(source, target, to, **options))
