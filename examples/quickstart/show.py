@@ -29,6 +29,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     losses = read_losses(options.run / "metrics.jsonl")
+    if not (options.run / "config.json").is_file():
+        raise SystemExit(f"{options.run} holds no exported model yet: resume the run to its end")
     first, last = losses[0][1], losses[-1][1]
     plot = draw(losses, options.run / "loss.png")
     print(f"\nloss            {first:.3f} at step {losses[0][0]} -> {last:.3f} at step {losses[-1][0]}")

@@ -91,7 +91,7 @@ def _list(words: list[str]) -> None:
             in_bytes(manifest.bytes),
             _when(path, manifest),
             str(manifest.ranks or ""),
-            f"incomplete: {fault}" if fault else " ".join(notes) or "complete",
+            f"incomplete: {fault}" if fault else " ".join(["complete", *notes]),
         ))  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:

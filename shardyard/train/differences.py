@@ -111,6 +111,19 @@ def tell_differences(before: RunFacts, now: RunFacts) -> None:
         )  # fmt: skip
 
 
+def data_differences(before: RunFacts, now: RunFacts) -> list[str]:
+    """The settings that make the samples or their order and differ: ``section.key old -> new``."""
+    patterns = ("data.*", "training.seed", "training.stage", "model.tokenizer_name_or_path")
+    return [
+        f"{path} {_show(before.config[path])} -> {_show(value)}"
+        for path, value in now.config.items()
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        and effect_of(path)
+        and path in before.config
+        and before.config[path] != value
+    ]
+
+
 def effect_of(path: str) -> str:
     """What a difference in a setting does; "" for one that is of no interest."""
     return next(

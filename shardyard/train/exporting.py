@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from shardyard.checkpoint import export_dtype, export_hf
+from shardyard.checkpoint.hf_files import facts_of_folder
 from shardyard.checkpoint.manifest import MANIFEST
 from shardyard.checkpoint.placing import has_weights
 from shardyard.checkpoint.side_files import write_side_files
 from shardyard.config import Config
 from shardyard.data.templates.exported import template_for_export
 from shardyard.durable import write_durably
+from shardyard.errors import UserError
 from shardyard.models import BuiltModel
 
 logger = logging.getLogger("shardyard.train")
@@ -95,7 +98,15 @@ def is_exported(output_dir: Path, step: int) -> bool:
         told = (checkpoints / _EXPORTED).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    return told == _named_exactly(checkpoints, step) and has_weights(output_dir)
+    return told == _named_exactly(checkpoints, step) and has_weights(output_dir) and _opens(output_dir)
+
+
+def _opens(folder: Path) -> bool:
+    """Whether each weight file is as long as its header says, and config.json is there."""
+    try:
+        return bool(facts_of_folder(folder)) and (folder / "config.json").is_file()
+    except (OSError, SafetensorError, UserError):
+        return False
 
 
 def _named_exactly(checkpoints: Path, step: int) -> str | None:

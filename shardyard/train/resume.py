@@ -15,7 +15,7 @@ from shardyard.checkpoint.reference import is_reference, read_reference
 from shardyard.data.sampler import Sampler
 from shardyard.errors import UserError
 from shardyard.models import BuiltModel
-from shardyard.train.differences import RunFacts, tell_differences
+from shardyard.train.differences import RunFacts, data_differences, tell_differences
 from shardyard.train.state import RunState
 
 logger = logging.getLogger("shardyard.train")
@@ -59,6 +59,9 @@ def restore(
             f"{path} counts its place in other data: it had {', '.join(was) or 'less'}, this run has "
             f"{', '.join(is_now) or 'less'}"
         )
+        told = RunFacts.from_json(restored.run_state.get("settings", {}))
+        if changed := data_differences(told, facts):
+            what += f" ({'; '.join(changed)})"
         if not force:
             raise UserError(
                 f"training.resume_from_checkpoint: {what}. Resume with the data, data settings and seed of "

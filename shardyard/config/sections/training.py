@@ -132,9 +132,9 @@ class TrainingConfig(Section):
     )
     resume_force: bool = setting(
         False,
-        "Resume although the data or its order is not that of the checkpoint: training goes on at the same "
-        "count of samples in the new order.",
-        "即使数据或其顺序与检查点不同也继续训练：按新顺序从相同的样本计数处继续。",
+        "Resume although the data or its order is not that of the checkpoint (training goes on at the same "
+        "count of samples in the new order), or the learning rate jumps.",
+        "即使数据或其顺序与检查点不同（按新顺序从相同的样本计数处继续）或学习率跳变，也继续训练。",
     )
     resume_from_checkpoint: str | None = setting(
         None,
