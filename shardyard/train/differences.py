@@ -25,6 +25,7 @@ logger = logging.getLogger("shardyard.train")
 _SCHEDULE = (
     "training.lr_scheduler_type", "training.warmup_*", "training.max_steps", "training.num_train_epochs",
 )  # fmt: skip
+_KEPT = "what is kept and told; no effect on the weights"
 _EFFECTS: tuple[tuple[str, str], ...] = (
     ("training.resume_* training.o*put_dir *.cache_dir *token data.overwrite_cache data.*workers", ""),
     (" ".join(_SCHEDULE), "another course of the learning rate in the steps ahead"),
@@ -38,7 +39,7 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
     (
         "training.save_* training.export_* training.on_save_error training.log* training.profile* "
         "training.keep_best* training.load_best* training.dataloader_*",
-        "what is kept and told; no effect on the weights",
+        _KEPT,
     ),
     ("training.deterministic", "other kernels: equal up to rounding"),
     ("training.*", "holds from the next step on"),
@@ -131,17 +132,14 @@ def effect_of(path: str) -> str:
     )
 
 
-def changes_the_length(before: RunFacts, now: RunFacts) -> bool:
-    """Whether a difference in the settings may give the run another number of steps, or another export."""
-    patterns = (
-        *_SCHEDULE, "data.*", "training.stage", "training.seed", "training.per_device_train*",
-        "training.gradient*", "training.early_*", "training.export_dtype", "training.load_best*",
-        "training.dataloader_drop_last",
-    )  # fmt: skip
+def changes_the_outcome(before: RunFacts, now: RunFacts) -> bool:
+    """Whether a difference in the settings may give the run another number of steps, other data or another
+    export: all but those that only decide what is kept and told.
+    """
+    of_the_export = ("training.export_dtype", "training.load_best_model_at_end")
     return any(
-        before.config.get(path) != value
+        before.config.get(path) != value and (effect_of(path) not in ("", _KEPT) or path in of_the_export)
         for path, value in now.config.items()
-        if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
     )
 
 

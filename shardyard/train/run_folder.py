@@ -17,7 +17,7 @@ from shardyard.config.resolved import dump_yaml
 from shardyard.device import restarted_since
 from shardyard.durable import remove_leftovers, temporary_name, write_durably
 from shardyard.errors import UserError
-from shardyard.train.differences import RunFacts, changes_the_length
+from shardyard.train.differences import RunFacts, changes_the_outcome
 from shardyard.train.exporting import is_exported
 
 logger = logging.getLogger("shardyard.train")
@@ -98,7 +98,7 @@ def nothing_left(config: Config, resume_from: str, ranks: int) -> str:
     before, training = RunFacts.from_json(state.get("settings", {})), config.training
     if before.schedule is None or before.ranks != ranks or state["step"] < before.schedule["total"]:
         return ""
-    if changes_the_length(before, RunFacts.of(config)):
+    if changes_the_outcome(before, RunFacts.of(config)):
         return ""
     done = not training.save_hf_weights or is_exported(Path(training.output_dir), state["step"])
     return "yes" if done else ""

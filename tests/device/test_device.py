@@ -114,14 +114,15 @@ def test_without_a_launcher_there_is_one_rank(ranks):
 def test_no_other_room_names_a_device():
     """Outside device/, ops/ and plan/ nothing calls torch.cuda or names a vendor's library.
 
-    The list of package versions in `shardyard env` is a report.
+    The list of package versions in `shardyard env` is a report, that of packages whose objects in a foreign
+    pickle become inert only names them.
     """
     named = re.compile(r"torch\.(cuda|npu)\b|torch_npu|[\"'](nccl|hccl|cuda|npu)[\"']")
     rooms = [
         path
         for path in PACKAGE.rglob("*.py")
         if path.relative_to(PACKAGE).parts[0] not in {"device", "ops", "plan"}
-        and path.relative_to(PACKAGE) != Path("cli/env.py")
+        and path.relative_to(PACKAGE) not in {Path("cli/env.py"), Path("convert/mcore/pickles.py")}
     ]
     found = [
         f"{path.relative_to(PACKAGE)}: {line.strip()}"

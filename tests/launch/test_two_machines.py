@@ -34,7 +34,9 @@ from pathlib import Path
 from shardyard.cli.rank import guard
 
 def work():
-    from shardyard.device import Device, restarted_since, start_process_group
+    from shardyard.cli.rank import _leave_for_lost_peer
+    from shardyard.device import Device, peers, restarted_since, start_process_group
+    peers.when_lost(_leave_for_lost_peer)  # as every rank of a run does
     group = start_process_group(Device("cpu"))
     rank, start = group.rank, int(os.environ["SHARDYARD_START"])
     total = group.gather([float(rank)]).sum().item()

@@ -32,7 +32,7 @@ def test_help_lists_the_verbs_that_work() -> None:
     done = shardyard("--help")
     assert done.returncode == 0 and done.stderr == ""
     listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert listed == ["train", "check", "data", "preprocess", "schema", "env"]
+    assert listed == ["train", "check", "data", "preprocess", "convert", "checkpoint", "schema", "env"]
 
 
 def test_version() -> None:
@@ -50,7 +50,7 @@ def test_each_verb_explains_itself(verb: str) -> None:
     ("words", "part"),
     [
         (["trian", "a.yaml"], "did you mean train?"),
-        (["frobnicate"], "there are train, check, data, preprocess, schema, env"),
+        (["frobnicate"], "there are train, check, data, preprocess, convert, checkpoint, schema, env"),
         (["tune.yaml"], "shardyard train tune.yaml"),
         (["env", "extra"], "'extra'"),
         (["train"], "name a YAML file"),

@@ -39,7 +39,7 @@ def save(out: Path, step: int) -> Path:
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that ends with step 4, whose settings are those of its checkpoint."""
-    monkeypatch.setattr(run_folder, "changes_the_length", lambda before, now: False)
+    monkeypatch.setattr(run_folder, "changes_the_outcome", lambda before, now: False)
     monkeypatch.setattr(run_folder, "RunFacts", _Facts)
     return save(tmp_path, 4)
 

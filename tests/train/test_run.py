@@ -98,7 +98,7 @@ def test_a_run_trains_saves_and_exports(ranks, workspace):
     assert records[-1]["loss"] < records[0]["loss"] - 0.3
     out = workspace / "run"
     saved = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert saved == ["global_step_3", "global_step_6", "global_step_8", "latest"]
+    assert saved == ["exported", "global_step_3", "global_step_6", "global_step_8", "latest"]
     for name in (
         "config.json",
         "generation_config.json",
