@@ -136,6 +136,7 @@ def fail_once(out: Path) -> dict[str, Any]:
     while store.poll() == "running":
         time.sleep(0.01)
     polled = store.poll()
+    dist.barrier()  # rank 0 removes the temporary folder before its save is over; others do not wait
     left = sorted(path.name for path in store.folder.iterdir())
     dist.barrier()
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import save_file
 
 from shardyard.checkpoint import CheckpointStore
 from shardyard.train.exporting import Exporter, is_exported
@@ -13,7 +14,8 @@ from shardyard.train.exporting import Exporter, is_exported
 
 class _Exporter(Exporter):
     def into(self, folder: Path) -> None:
-        (folder / "model.safetensors").write_bytes(b"weights")
+        save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
 
 
 def _save(out: Path, step: int, value: float) -> None:
@@ -45,6 +47,14 @@ def test_a_step_that_was_saved_again_is_not_exported_yet(tmp_path: Path) -> None
     assert not is_exported(tmp_path, 6)
     _export(tmp_path, 6)
     assert is_exported(tmp_path, 6)
+
+
+def test_an_export_that_was_cut_short_does_not_count(tmp_path: Path) -> None:
+    _save(tmp_path, 6, 1.0)
+    _export(tmp_path, 6)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert not is_exported(tmp_path, 6)
 
 
 def test_an_export_that_was_removed_does_not_count(tmp_path: Path) -> None:
