@@ -56,4 +56,4 @@ test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 soak: lint
-	$(BIN)/python -m pytest --soak
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --soak

@@ -62,7 +62,7 @@ class _Record:
         self.state = state
 
 
-class _AllowListUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
     """Loads DCP metadata and nothing else."""
 
     def __init__(self, file: Any) -> None:
@@ -179,23 +179,34 @@ class SafeReader(FileSystemReader):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a DCP folder.
+    """The metadata of a DCP folder that holds tensors only.
 
     Raises:
-        UserError: there is none, it is damaged, it would run code, or it holds anything but tensors.
+        UserError: as `load_metadata`, or it holds anything but tensors.
+    """
+    metadata = load_metadata(folder)
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise UserError(
+                f"{folder / '.metadata'} is not read: entry {key} is no tensor; it may be a pickle"
+            )
+    return metadata
+
+
+def load_metadata(folder: Path, unpickler: type[MetadataUnpickler] = MetadataUnpickler) -> Metadata:
+    """The metadata of a DCP folder as ``unpickler`` reads it; entries of bytes are named and not loaded.
+
+    Raises:
+        UserError: there is none, it is damaged, or it would run code or read outside the folder.
     """
     path = folder / ".metadata"
     try:
         with path.open("rb") as file:
-            metadata = _AllowListUnpickler(file).load()
+            return unpickler(file).load()
     except FileNotFoundError:
         raise UserError(f"{folder} is no checkpoint: it holds no .metadata") from None
     except Exception as error:  # of every type: whatever a damaged or hostile pickle leads to
         raise UserError(f"{path} is not read: {str(error) or type(error).__name__:.300}") from error
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise UserError(f"{path} is not read: entry {key} is no tensor; it may be a pickle")
-    return metadata
 
 
 def _text(value: Any) -> str:

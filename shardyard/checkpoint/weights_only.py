@@ -31,7 +31,7 @@ from shardyard.checkpoint.agreement import Peers
 from shardyard.checkpoint.holdings import Holdings
 from shardyard.checkpoint.loading import verify_together
 from shardyard.checkpoint.manifest import MANIFEST
-from shardyard.checkpoint.safe_reader import SafeReader, _AllowListUnpickler
+from shardyard.checkpoint.safe_reader import SafeReader, load_metadata
 from shardyard.checkpoint.state import any_stage, persistent_tensors
 from shardyard.errors import UserError
 from shardyard.parallel import local
@@ -98,14 +98,7 @@ def tensor_metadata(folder: Path) -> Metadata:
     Raises:
         UserError: there is none, it is damaged, or it would run code or read outside the folder.
     """
-    path = folder / ".metadata"
-    try:
-        with path.open("rb") as file:
-            metadata = _AllowListUnpickler(file).load()
-    except FileNotFoundError:
-        raise UserError(f"{folder} is no checkpoint: it holds no .metadata") from None
-    except Exception as error:  # of every type: whatever a damaged or hostile pickle leads to
-        raise UserError(f"{path} is not read: {str(error) or type(error).__name__:.300}") from error
+    metadata = load_metadata(folder)
     entries, places = metadata.state_dict_metadata, metadata.storage_data
     metadata.state_dict_metadata = {k: e for k, e in entries.items() if isinstance(e, TensorStorageMetadata)}
     metadata.storage_data = {i: p for i, p in places.items() if i.fqn in metadata.state_dict_metadata}

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardyard.cli import slurm
-from shardyard.errors import UserError
+from shardyard.errors import EXIT_SAVED, UserError
 
-_EXIT_FAULT, _EXIT_USER_ERROR, _EXIT_SAVED = 1, 2, 75
+_EXIT_FAULT, _EXIT_USER_ERROR = 1, 2
 _LAUNCHER_SECONDS = 10.0
 """How long a rank that lost another one leaves the word to the launcher."""
 _PARENT_POLL_SECONDS = 1.0
@@ -170,7 +170,7 @@ def _leave(code: int, text: str, cause: str = "") -> NoReturn:
     """End this process now, without tear-down or exit handlers that could wait for another rank."""
     if cause:
         _tell_launcher(cause)
-    if code not in (0, _EXIT_SAVED):
+    if code not in (0, EXIT_SAVED):
         _tell_other_machines(cause)
     logging.shutdown()
     sys.stdout.flush()

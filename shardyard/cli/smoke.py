@@ -12,12 +12,12 @@ from typing import Any
 from shardyard.cli.launch import Launch
 from shardyard.config import Loaded, load_config
 from shardyard.durable import remove_leftovers, temporary_name
-from shardyard.errors import UserError
+from shardyard.errors import EXIT_SAVED, UserError
 
 _STEPS = 2
 _NAME = ".smoke"
 _LEAST_ROWS = 64
-_EXIT_SAVED, _SIGNALLED = 75, 128
+_SIGNALLED = 128
 _TOLERANCE = 1e-3
 """Relative, of the loss of the repeated step, for runs that are not deterministic."""
 
@@ -50,7 +50,7 @@ def smoke(loaded: Loaded, words: Sequence[str], ranks: int, launch: Launch) -> i
             settings = [*words, *own]
             load_config(settings)
             if code := start_ranks([*RANK_COMMAND, *settings], ranks, launch):
-                verdict = "stopped" if code == _EXIT_SAVED or code > _SIGNALLED else "failed"
+                verdict = "stopped" if code == EXIT_SAVED or code > _SIGNALLED else "failed"
                 _say(f"smoke test {verdict} in {what}: see above")
                 return code
         code = _judge(first, second, exact=bool(loaded.config.training.deterministic))

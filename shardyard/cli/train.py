@@ -16,7 +16,7 @@ from shardyard.cli.launch import Launch, take_launch
 from shardyard.cli.rank import LOST_CONTACT
 from shardyard.cli.smoke import smoke
 from shardyard.config import layout_on, load_config
-from shardyard.errors import UserError
+from shardyard.errors import EXIT_SAVED, UserError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from shardyard.cli.meeting import Start
 
 TRAIN_HELP = """\
-usage: shardyard train FILE [overrides] [--smoke] [--nproc-per-node N] [--max-restarts N]
-                       [--grace-seconds S]
+usage: shardyard train FILE [overrides] [--smoke] [--nproc-per-node N] [--max-restarts N] [--grace-seconds S]
                        [--nnodes M --node-rank R --master-addr A [--master-port P]]
                        [--nnodes M --rdzv-endpoint HOST:PORT [--rdzv-id NAME]]
 
@@ -36,9 +35,8 @@ Trains as FILE says; overrides are written --section.key value or section.key=va
   --nproc-per-node N  ranks on this machine (default: one per accelerator; one on a CPU)
   --max-restarts N    after a fault, start all ranks again up to N times (default 0); the run goes on from its
                       last checkpoint
-  --grace-seconds S   at SIGTERM or SIGUSR1 the ranks have S seconds to finish their step and save, then they
-  are
-                      killed (default 30); exit code 75 says that they have saved
+  --grace-seconds S   at SIGTERM or SIGUSR1 the ranks have S seconds to finish their step and save, then
+                      they are killed (default 30); exit code 75 says that they have saved
   --nnodes M          machines in the run (default 1); start this command on each of them
   --node-rank R       the number of this machine, from 0
   --master-addr A     a name or address of machine 0 that all of them reach
@@ -147,7 +145,7 @@ def _run_once(command: Sequence[str], config: LaunchConfig, start: Start, world_
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    from shardyard.device import EXIT_SAVED, restart, stop_signal
+    from shardyard.device import restart, stop_signal
 
     with tempfile.TemporaryDirectory(prefix="shardyard-launch-") as log_dir:
         saved = Path(log_dir, "saved-step")

@@ -27,8 +27,9 @@ from transformers.core_model_loading import (
 )
 
 from shardyard.checkpoint.state import persistent_tensors
+from shardyard.checkpoint.weights_only import tied_names
 from shardyard.convert.weights import Facts
-from shardyard.errors import UserError
+from shardyard.errors import UserError, opening
 from shardyard.models.causal_lm import base_class
 
 _LAYER = re.compile(r"(.*?\.)\d+\.")
@@ -65,7 +66,7 @@ class ModelNames:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
         """Of the model's tensors in memory, tied ones under their first name."""
         self.buffers = self.shapes.keys() & {name for name, _ in self._model.named_buffers()}
-        self.tied = _tied(self._model)
+        self.tied = tied_names(self._model)
         """Other name of a tied tensor -> the name that counts."""
         # As revert_weight_conversion for a model without files: old files' names are not restored.
         self._model._weight_conversions = [
@@ -213,15 +214,6 @@ def _meta_model(config: Mapping[str, Any], folder: Path) -> Any:
     return model
 
 
-def _tied(model: Any) -> dict[str, str]:
-    first: dict[int, str] = {}
-    return {
-        name: first[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(parameter), name) != name
-    }
-
-
 def _on_meta(names: list[str], facts: Mapping[str, Facts]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(facts[name][0], dtype=facts[name][1], device="meta") for name in names}
 
@@ -231,7 +223,4 @@ def _facts(tensors: Mapping[str, torch.Tensor]) -> dict[str, Facts]:
 
 
 def _line(error: Exception) -> str:
-    """A validation error says in its second line what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    return f"{type(error).__name__}: {told or 'no message'}"
+    return f"{type(error).__name__}: {opening(error) or 'no message'}"

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from shardyard.config.sections.model import ModelConfig
@@ -44,7 +44,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
             local_files_only=is_folder,
         )
     except Exception as error:  # transformers, tokenizers and the hub client each raise types of their own
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        reason = first_line(error)[:300]
         if is_folder:
             raise UserError(f"{key}: the folder {name} holds no tokenizer that loads: {reason}") from error
         raise UserError(

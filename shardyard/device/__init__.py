@@ -3,10 +3,9 @@
 from shardyard.device.device import Device, detect_device, local_ranks, visible_accelerators
 from shardyard.device.process_group import ProcessGroup, start_process_group
 from shardyard.device.restart import restarted_since
-from shardyard.device.stop_signal import EXIT_SAVED, StopSignal, note_saved, stop_asked
+from shardyard.device.stop_signal import StopSignal, note_saved, stop_asked
 
 __all__ = [
-    "EXIT_SAVED",
     "Device",
     "ProcessGroup",
     "StopSignal",

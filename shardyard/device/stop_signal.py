@@ -1,8 +1,8 @@
 """Being asked to stop: SIGTERM and SIGUSR1, as schedulers and launchers send them before they kill.
 
 While a `StopSignal` is in force the signals only leave word; the run looks for it at the end of each step,
-saves and leaves with `EXIT_SAVED`. Before and after, a signal ends the process as usual: there is nothing to
-lose.
+saves and leaves with `EXIT_SAVED` (errors). Before and after, a signal ends the process as usual: there is
+nothing to lose.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 
-EXIT_SAVED = 75
-"""Exit code of a run that saved and stopped because it was asked to: sysexits.h's EX_TEMPFAIL, try again."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAVED_FILE = "SHARDYARD_SAVED_FILE"
 """Set by ``shardyard train``: the file in which a rank leaves the step that it saved before it stopped."""

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from shardyard.config import ModelConfig
-from shardyard.errors import UserError
+from shardyard.errors import UserError, opening
 from shardyard.models.converted import Convert, converted, is_megatron
 
 logger = logging.getLogger("shardyard.models")
@@ -178,10 +178,8 @@ def load_model_config(model: ModelConfig, source: Path | ModelSource) -> PreTrai
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=model.trust_remote_code)
     except Exception as error:  # of every type: config classes check their fields each in its own way
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        cause = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
         raise UserError(
-            f"{_KEY}: the config.json of {folder} cannot be used: {cause or type(error).__name__}"
+            f"{_KEY}: the config.json of {folder} cannot be used: {opening(error) or type(error).__name__}"
         ) from error
     check_model_id(model.model_id, config.model_type)
     config = with_overrides(config, dict(model.config_overrides or {}))

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 
 _KEY = "model.model_name_or_path"
 # In the order of preference; of several patterns the first that finds anything counts.
@@ -197,7 +197,7 @@ def _torch_file(path: Path) -> Mapping[str, torch.Tensor]:
             f"({cause.strip()}). Take the model's safetensors files"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = first_line(error)
         raise UserError(f"{_KEY}: {path} cannot be read: {cause}") from error
     if not isinstance(loaded, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()

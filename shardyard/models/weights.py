@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedModel
 
 from shardyard.config import ModelConfig
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 from shardyard.models.block_fp8 import dequantised
 from shardyard.models.causal_lm import Placement
 from shardyard.models.reading import refuse_scrambled
@@ -114,7 +114,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # of every type, for JSON of another form and for values that contradict
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = first_line(error)
         raise UserError(
             f"{_KEY}: {folder / 'generation_config.json'} is not taken by transformers, so no export would "
             f"load: {cause}. Correct it, or remove the file"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,9 +86,7 @@ class RunFacts:
 def tell_differences(before: RunFacts, now: RunFacts) -> None:
     """Say each difference and what it does; nothing when there is none."""
     rows = [
-        (path, _show(before.config[path]), _show(value), effect)
-        for path, value in now.config.items()
-        if path in before.config and before.config[path] != value and (effect := effect_of(path))
+        (path, old, new, effect) for path, old, new in _changed(before, now) if (effect := effect_of(path))
     ]
     rows += [
         (name, str(old), str(new), effect)
@@ -116,20 +114,15 @@ def data_differences(before: RunFacts, now: RunFacts) -> list[str]:
     """The settings that make the samples or their order and differ: ``section.key old -> new``."""
     patterns = ("data.*", "training.seed", "training.stage", "model.tokenizer_name_or_path")
     return [
-        f"{path} {_show(before.config[path])} -> {_show(value)}"
-        for path, value in now.config.items()
-        if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-        and effect_of(path)
-        and path in before.config
-        and before.config[path] != value
+        f"{path} {old} -> {new}"
+        for path, old, new in _changed(before, now)
+        if _is_one_of(path, patterns) and effect_of(path)
     ]
 
 
 def effect_of(path: str) -> str:
     """What a difference in a setting does; "" for one that is of no interest."""
-    return next(
-        effect for patterns, effect in _EFFECTS if any(fnmatch.fnmatchcase(path, p) for p in patterns.split())
-    )
+    return next(effect for patterns, effect in _EFFECTS if _is_one_of(path, patterns.split()))
 
 
 def changes_the_outcome(before: RunFacts, now: RunFacts) -> bool:
@@ -160,11 +153,7 @@ def check_schedule(before: RunFacts, now: RunFacts, schedule: Schedule, step: in
         return
     jump = f"the learning rate of step {step + 1} is {will:.3g} and was to be {was:.3g}"
     changed = [
-        f"{path} {_show(value)} (was {_show(before.config[path])})"
-        for path, value in now.config.items()
-        if any(fnmatch.fnmatchcase(path, p) for p in _SCHEDULE)
-        and path in before.config
-        and before.config[path] != value
+        f"{path} {new} (was {old})" for path, old, new in _changed(before, now) if _is_one_of(path, _SCHEDULE)
     ]
     if force or not changed:
         logger.warning("the schedule jumps: %s", jump)
@@ -173,6 +162,19 @@ def check_schedule(before: RunFacts, now: RunFacts, schedule: Schedule, step: in
         f"training.resume_from_checkpoint: with {', '.join(changed)} the schedule would jump: {jump}. "
         "Take the checkpoint's value, or set training.resume_force: true"
     )
+
+
+def _changed(before: RunFacts, now: RunFacts) -> list[tuple[str, str, str]]:
+    """(setting, old, new) of those that both runs tell and that differ, as they are shown."""
+    return [
+        (path, _show(before.config[path]), _show(value))
+        for path, value in now.config.items()
+        if path in before.config and before.config[path] != value
+    ]
+
+
+def _is_one_of(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def _show(value: Any) -> str:

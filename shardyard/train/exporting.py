@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ _EXPORTED = "exported"
 """In the folder of checkpoints: which checkpoint's weights stand in the root of output_dir."""
 
 
+def named_template(config: Config) -> str | None:
+    """The template that renders a run's conversations; None for documents, and for the tokenizer's own."""
+    return config.data.template if config.data.data_manager_type == "lf" else None
+
+
 @dataclass(frozen=True)
 class Exporter:
     """Writes the model of a run in Hugging Face format."""
@@ -46,17 +52,16 @@ class Exporter:
     def save_dtype(self) -> torch.dtype | None:
         return _DTYPES.get(self.config.training.export_dtype or "")
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
-        """Of most exported tensors."""
+        """Of most exported tensors; the source's files are opened for it once."""
         return export_dtype(self.built.model, self.source_dir, self.save_dtype)
 
-    @property
+    @cached_property
     def chat_template(self) -> str | None:
         data = self.config.data
-        template = data.template if data.data_manager_type == "lf" else None
         return template_for_export(
-            self.tokenizer, template, enable_thinking=data.enable_thinking,
+            self.tokenizer, named_template(self.config), enable_thinking=data.enable_thinking,
             default_system=data.default_system, tool_format=data.tool_format,
         )  # fmt: skip
 

@@ -50,17 +50,17 @@ def restore(
     state = RunState.from_json(restored.run_state)
     if not restored.has_optimizer:
         return _with_weights_alone(store, path, order), None
+    before = RunFacts.from_json(restored.run_state.get("settings", {}))
     if state.data_order != order:
-        before, now = state.data_order.split(", "), order.split(", ")
+        old, new = state.data_order.split(", "), order.split(", ")
         was, is_now = (
-            [part for part in ours if part not in other] for ours, other in ((before, now), (now, before))
+            [part for part in ours if part not in other] for ours, other in ((old, new), (new, old))
         )
         what = (
             f"{path} counts its place in other data: it had {', '.join(was) or 'less'}, this run has "
             f"{', '.join(is_now) or 'less'}"
         )
-        told = RunFacts.from_json(restored.run_state.get("settings", {}))
-        if changed := data_differences(told, facts):
+        if changed := data_differences(before, facts):
             what += f" ({'; '.join(changed)})"
         if not force:
             raise UserError(
@@ -72,7 +72,6 @@ def restore(
         state = replace(state, data_order=order)
     logger.info("Load distributed checkpoint from %s successfully!", path)
     logger.info("Resuming from step %d, after %d samples", state.step, state.consumed_samples)
-    before = RunFacts.from_json(restored.run_state.get("settings", {}))
     tell_differences(before, facts)
     return state, before
 

@@ -22,14 +22,13 @@ from shardyard.data.sampler import Sampler
 from shardyard.data.templates import build_template
 from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import (
-    EXIT_SAVED,
     Device,
     ProcessGroup,
     detect_device,
     local_ranks,
     start_process_group,
 )
-from shardyard.errors import UserError
+from shardyard.errors import EXIT_SAVED, UserError
 from shardyard.models import (
     BuiltModel,
     Convert,
@@ -45,7 +44,7 @@ from shardyard.optim import Schedule, build_optimizer
 from shardyard.parallel import Meshes, RoutingOptions, build_meshes, build_routing
 from shardyard.train.differences import RunFacts, check_schedule
 from shardyard.train.evaluation import Evaluator
-from shardyard.train.exporting import Exporter
+from shardyard.train.exporting import Exporter, named_template
 from shardyard.train.reports import data_lines, log_lines, report_config, report_space
 from shardyard.train.resume import restore
 from shardyard.train.run_folder import (
@@ -56,6 +55,7 @@ from shardyard.train.run_folder import (
     nothing_left,
 )
 from shardyard.train.same_settings import refuse_different_settings
+from shardyard.train.saving import Saver
 from shardyard.train.state import RunState
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
@@ -170,7 +170,7 @@ def _build(
     logger.info("> Building DataFactory...")
     vocab_size = model_config.get_text_config().vocab_size
     data = _build_data(config, tokenizer, group, layout, vocab_size)
-    if template := _named_template(config):
+    if template := named_template(config):
         build_template(template, tokenizer)  # sets the tokenizer's eos, also when the cache had the samples
     _check_fit(data, model_config.get_text_config())
     logger.info("> Building FSDP2 Model...")
@@ -259,11 +259,11 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
         total_batch_size=sampler.global_batch,
         gradient_accumulation_steps=training.gradient_accumulation_steps, total_steps=schedule.total,
     )  # fmt: skip
-    return Trainer(
-        step, batches, schedule, monitor, start.store, parts.group, training, sampler, state,
-        asdict(start.facts), saved_at=state.step, assets=parts.exporter.write_assets,
-        export=parts.exporter.into, evaluator=evaluator,
+    saver = Saver(
+        start.store, training, sampler, built.model, parts.optimizer, asdict(start.facts), state.step,
+        assets=parts.exporter.write_assets, export=parts.exporter.into,
     )  # fmt: skip
+    return Trainer(step, batches, schedule, monitor, saver, training, sampler, state, evaluator=evaluator)
 
 
 def _claim(loaded: Loaded) -> str:
@@ -325,10 +325,6 @@ def _check_fit(data: RunData, config: Any) -> None:
     if getattr(config, "rope_parameters", None) is None:
         raise UserError(f"{too_long}; set data.cutoff_len to {positions} at most")
     logger.warning("%s; rotary positions go on beyond that, but were not trained there", too_long)
-
-
-def _named_template(config: Config) -> str | None:
-    return config.data.template if config.data.data_manager_type == "lf" else None
 
 
 def _agree(group: ProcessGroup, what: str, work: Callable[[], str]) -> str:

@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from shardyard.checkpoint import CheckpointStore
 from shardyard.config import TrainingConfig
 from shardyard.data.sampler import Sampler
 from shardyard.data.types import StepBatch
-from shardyard.device import ProcessGroup, StopSignal, note_saved
+from shardyard.device import StopSignal, note_saved
 from shardyard.errors import UserError
 from shardyard.monitor import Monitor, StepRecord
 from shardyard.optim import Schedule
@@ -39,18 +37,10 @@ class Trainer:
     batches: Iterable[StepBatch]
     schedule: Schedule
     monitor: Monitor
-    store: CheckpointStore
-    group: ProcessGroup
+    saver: Saver
     training: TrainingConfig
     sampler: Sampler
     state: RunState
-    settings: dict[str, Any]
-    """What a resumed run compares its own settings with."""
-    saved_at: int = 0
-    """The step of the newest checkpoint of this run."""
-    assets: Callable[[Path], None] | None = None
-    export: Callable[[Path], None] | None = None
-    """As `Saver` has them."""
     observe: Observer | None = None
     """Called with None before the first step and with the record of each step after it."""
     evaluator: Evaluator | None = None
@@ -63,10 +53,10 @@ class Trainer:
         """Loss and step of what `best` points to until the save of a new best one has succeeded."""
         self._judged_best: int | None = None
         """The step that a validation of this process found best last, whatever became of its save."""
-        self.saver = Saver(
-            self.store, self.training, self.sampler, self.step.model, self.step.optimizer, self.settings,
-            self.saved_at, self.assets, self.export,
-        )  # fmt: skip
+
+    @property
+    def store(self) -> CheckpointStore:
+        return self.saver.store
 
     def train(self) -> RunState:
         """Run the updates that are left.

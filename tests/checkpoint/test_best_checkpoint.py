@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import die_at_file_operation
 from support.models import write_tiny_model
 from support.ranks import RankFailure
 from support.training import Recipe, make_rows, whole
@@ -95,17 +94,7 @@ def test_a_damaged_checkpoint_is_not_the_best(tmp_path):
 def die_while_saving(out: Path, place: int) -> bool:
     """Save a new best one and be killed at the ``place``-th file operation; True when there are fewer."""
     saved(out, "1* 2", 1)
-    left = place
-
-    def watch(event: str, args: Any) -> None:  # what is opened, renamed, removed: places to die at
-        nonlocal left
-        files = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
-        if event in files and "checkpoints" in str(args[0]):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
+    die_at_file_operation(place)
     saved(out, "3*", 1)
     return True
 

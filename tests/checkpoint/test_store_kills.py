@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoints import local_values, overwrite, small_model
+from support.checkpoints import die_at_file_operation, local_values, overwrite, small_model
 from support.ranks import RankFailure
 
 from shardyard.checkpoint import CheckpointStore, fault_of
@@ -33,17 +32,7 @@ def die_at_place(out: Path, place: int, second: int, wait: bool) -> bool:
     overwrite(model, optimizer, 1.0)
     store.save(1, model=model, optimizer=optimizer, run_state={"save": 1})
     overwrite(model, optimizer, 2.0)
-    left = place
-
-    def watch(event: str, args: Any) -> None:  # what is opened, renamed, removed: places to die at
-        nonlocal left
-        files = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
-        if event in files and "checkpoints" in str(args[0]):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
+    die_at_file_operation(place)
     store.save(second, model=model, optimizer=optimizer, run_state={"save": 2}, wait=wait)
     store.wait()
     return True

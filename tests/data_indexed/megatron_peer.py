@@ -7,8 +7,6 @@ this process should see. ``run_megatron`` sends jobs (plain values) and gets eac
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -22,21 +20,12 @@ VOCABULARY = 1000
 
 def run_megatron(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, np.ndarray]]:
     """Do the jobs in one process, in order; ``folder`` takes the exchange files."""
-    request, answer = folder / "jobs.json", folder / "arrays.npz"
-    request.write_text(json.dumps(jobs), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, __file__, str(request), str(answer)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"megatron-core failed:\n{done.stderr[-3000:]}")
+    from support.peer_process import ask  # this file runs as a script too, where tests are not on the path
+
     results: list[dict[str, np.ndarray]] = [{} for _ in jobs]
-    with np.load(answer) as arrays:
-        for key in arrays.files:
-            number, name = key.split(".", 1)
-            results[int(number)][name] = arrays[key]
+    for key, array in ask(__file__, jobs, folder).items():
+        number, name = key.split(".", 1)
+        results[int(number)][name] = array
     return results
 
 

@@ -43,7 +43,7 @@ def train_and_save(
     for number, rows in enumerate(batches):
         if number == save_after:
             save(engine, optimizer, number, checkpoint, written)
-        losses.append(plain_step(engine.model, optimizer, rows))
+        losses.append(plain_step(engine.model, optimizer, rows)[0])
     return losses
 
 
@@ -56,8 +56,8 @@ def make_optimizer(engine: Any) -> Any:
     return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-4, foreach=False, fused=False)
 
 
-def plain_step(model: Any, optimizer: Any, rows: Sequence[Row]) -> float:
-    """Each row on its own, the mean over labelled tokens."""
+def plain_step(model: Any, optimizer: Any, rows: Sequence[Row]) -> tuple[float, float]:
+    """Loss and gradient norm: each row on its own, the mean over labelled tokens."""
     import torch
 
     labelled = sum(sum(label != -100 for label in labels) for _, labels in rows)
@@ -69,10 +69,10 @@ def plain_step(model: Any, optimizer: Any, rows: Sequence[Row]) -> float:
         )
         (loss / labelled).backward()
         total += loss.item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False).item()
     optimizer.step()
     optimizer.zero_grad()
-    return total / labelled
+    return total / labelled, norm
 
 
 def save(engine: Any, optimizer: Any, step: int, checkpoint: Path, written: Written) -> None:

@@ -12,6 +12,19 @@ CHAT = (
 )
 
 
+class Rendezvous:
+    """What simulated ranks of one process tell each other."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, str] = {}
+
+    def publish(self, key: str, value: str) -> None:
+        self.told[key] = value
+
+    def wait(self, key: str) -> str:
+        return self.told[key]
+
+
 def make_tokenizer(extra=(), chat_template=None, eos="<eos>"):
     """One token a byte, ids 0 to 255, then the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

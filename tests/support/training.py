@@ -89,6 +89,17 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     return built, step, meshes
 
 
+def refusal_of(folder: Path) -> str:
+    """What building the model in ``folder`` is refused with; "" if it is built."""
+    from shardyard.errors import UserError
+
+    try:
+        build_step(folder, Recipe())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def micro_batches_of(rows: Any, accumulation: int, dp_rank: int, dp_size: int) -> list[Any]:
     from shardyard.data.batches import collate
 

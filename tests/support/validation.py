@@ -52,6 +52,7 @@ def real_trainer(
     from shardyard.optim import Schedule
     from shardyard.train.differences import RunFacts
     from shardyard.train.resume import restore
+    from shardyard.train.saving import Saver
     from shardyard.train.trainer import Trainer
 
     built, step, meshes = build_step(folder, recipe)
@@ -74,10 +75,8 @@ def real_trainer(
         per_device = training.per_device_eval_batch_size or training.per_device_train_batch_size
         evaluator = evaluator_of(built, step, meshes, sets, per_device)
     schedule = Schedule.of(training, sampler.last_step(cursor=state.cursor, step=state.step))
-    return Trainer(
-        step, batches, schedule, monitor, store, step.group, training, sampler, state, asdict(facts),
-        saved_at=state.step, evaluator=evaluator,
-    )  # fmt: skip
+    saver = Saver(store, training, sampler, built.model, step.optimizer, asdict(facts), state.step)
+    return Trainer(step, batches, schedule, monitor, saver, training, sampler, state, evaluator=evaluator)
 
 
 @dataclass
@@ -165,6 +164,7 @@ def scripted_trainer(
     from shardyard.data.sampler import ElasticSampler
     from shardyard.monitor import Monitor
     from shardyard.optim import Schedule
+    from shardyard.train.saving import Saver
     from shardyard.train.state import RunState
     from shardyard.train.trainer import Trainer
 
@@ -182,10 +182,7 @@ def scripted_trainer(
     )
     evaluator: Any = None if losses is None else ScriptedEvaluator(losses)
     step: Any = _NoStep()
-    group: Any = None
     store = store or RecordingStore(out / "checkpoints")
     schedule = Schedule.of(config, sampler.last_step(cursor=state.cursor, step=state.step))
-    return Trainer(
-        step, batches, schedule, monitor, store, group, config, sampler, state, {},
-        saved_at=state.step, evaluator=evaluator,
-    )  # fmt: skip
+    saver = Saver(store, config, sampler, step.model, step.optimizer, {}, state.step)
+    return Trainer(step, batches, schedule, monitor, saver, config, sampler, state, evaluator=evaluator)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.run_data import Rendezvous
 from support.tokenizers import byte_tokenizer
 from support.whole_runs import (
     EOS,
@@ -62,19 +63,6 @@ def assert_each_once(numbers: list[int], *, whole: bool) -> None:
 
 def in_order(tokenizer: Any, leg: Leg) -> list[int]:
     return [number for step in sorted(leg.steps) for number in numbers_of(tokenizer, leg.steps[step])]
-
-
-class Rendezvous:
-    """What simulated ranks of one process tell each other."""
-
-    def __init__(self) -> None:
-        self.told: dict[str, str] = {}
-
-    def publish(self, key: str, value: str) -> None:
-        self.told[key] = value
-
-    def wait(self, key: str) -> str:
-        return self.told[key]
 
 
 def loaded_numbers(workspace: Path, tokenizer: Any, cell: tuple[int, int, bool, bool]) -> list[int]:

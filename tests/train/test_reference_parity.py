@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from support.models import write_tiny_model
+from support.reference_run import make_optimizer, plain_step
 from support.training import Recipe, make_rows, train_rows
 
 FAMILIES = ("qwen3", "llama_tied", "qwen3_moe", "deepseek_v3", "glm4_moe")
-STEPS, LR, TOLERANCE = 20, 1e-2, 1e-5
+STEPS, TOLERANCE = 20, 1e-5
 RECIPE = Recipe(accumulation=2, steps=STEPS, training={"adam_epsilon": 1e-4, "weight_decay": 0.1})
 
 
@@ -18,26 +19,9 @@ def plain_loop(folder, rows):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.train()
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-4, foreach=False, fused=False)
-    labelled = sum(sum(label != -100 for label in labels) for _, labels in rows)
-    losses, norms = [], []
-    for _ in range(STEPS):
-        total = 0.0
-        for ids, labels in rows:
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-            loss = torch.nn.functional.cross_entropy(
-                logits, torch.tensor(labels), ignore_index=-100, reduction="sum"
-            )
-            (loss / labelled).backward()
-            total += loss.item()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total / labelled)
-    return losses, norms
+    optimizer = make_optimizer(model)
+    losses, norms = zip(*(plain_step(model, optimizer, rows) for _ in range(STEPS)), strict=True)
+    return list(losses), list(norms)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

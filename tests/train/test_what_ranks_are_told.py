@@ -6,24 +6,14 @@ import errno
 from typing import Any
 
 import pytest
+from support.run_data import Rendezvous
 
 from shardyard.errors import UserError
 from shardyard.train.run import _share
 
 
-class _Group:
-    """The store of a process group, as two ranks of one process see it."""
-
+class _Group(Rendezvous):
     is_main = True
-
-    def __init__(self) -> None:
-        self.told: dict[str, str] = {}
-
-    def publish(self, key: str, value: str) -> None:
-        self.told[key] = value
-
-    def wait(self, key: str) -> str:
-        return self.told[key]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 
 _DTYPES = {
     ("torch", str(value).removeprefix("torch."))
@@ -105,11 +105,7 @@ def load_pt(path: Path) -> Any:
             path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PICKLE_MODULE
         )
     except Exception as error:  # damaged pickles raise nearly anything
-        raise UserError(f"{path} is not read: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path} is not read: {first_line(error)}") from error
 
 
 def plain_arguments(content: Any) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from shardyard.convert.mcore.families import Model
 from shardyard.convert.mcore.layout import McoreLayout, Rank
 from shardyard.convert.mcore.pieces import WORD_EMBEDDINGS, Link, Plan
 from shardyard.convert.mcore.rank_files import RankFiles, iteration_folder
-from shardyard.convert.mcore.rules import Rule, same_bits
+from shardyard.convert.mcore.rules import Rule
 from shardyard.convert.mcore.sizes import check_shapes
-from shardyard.convert.weights import Facts
+from shardyard.convert.weights import Facts, same_bits
 from shardyard.errors import UserError
 
 logger = logging.getLogger("shardyard.convert")

@@ -266,11 +266,3 @@ def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
         return tensors[0].new_empty(shape)
     return torch.cat(list(tensors), dim)
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, NaNs too."""
-    if (left.shape, left.dtype) != (right.shape, right.dtype):
-        return False
-    # never compared as numbers: a NaN is not equal to itself
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
-from shardyard.checkpoint.safe_reader import _AllowListUnpickler
+from shardyard.checkpoint.safe_reader import MetadataUnpickler, load_metadata
 from shardyard.convert.mcore.discovery import Given
 from shardyard.convert.mcore.families import Model
 from shardyard.convert.mcore.layout import McoreLayout, Rank, parse_list
@@ -78,7 +77,7 @@ class TorchDistWeights:
         self._files = iteration_folder(folder)
         _check_back_end(self._files)
         self.model = Model.of(self.config, model_type)
-        self._metadata = _read_metadata(self._files)
+        self._metadata = load_metadata(self._files, _PlansInert)
         self._keys = {
             key: entry
             for key, entry in self._metadata.state_dict_metadata.items()
@@ -269,17 +268,6 @@ def _check_back_end(folder: Path) -> None:
         raise UserError(f"{path}: the back end is {back_end!r}; only torch_dist is read")
 
 
-class _MetadataUnpickler(_AllowListUnpickler):
+class _PlansInert(MetadataUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         return Inert if _INERT.match(module) else super().find_class(module, name)
-
-
-def _read_metadata(folder: Path) -> Metadata:
-    path = folder / ".metadata"
-    try:
-        with path.open("rb") as file:
-            return _MetadataUnpickler(file).load()
-    except FileNotFoundError:
-        raise UserError(f"{folder} is no checkpoint: it holds no .metadata") from None
-    except Exception as error:  # of every type: whatever a damaged or hostile pickle leads to
-        raise UserError(f"{path} is not read: {str(error) or type(error).__name__:.300}") from error

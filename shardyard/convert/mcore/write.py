@@ -20,9 +20,8 @@ from shardyard.convert.mcore.layout import McoreLayout, Rank
 from shardyard.convert.mcore.pieces import Link, Plan
 from shardyard.convert.mcore.rank_file import RankFile
 from shardyard.convert.mcore.rank_files import FILE, LATEST
-from shardyard.convert.mcore.rules import same_bits
 from shardyard.convert.mcore.sizes import check_shapes
-from shardyard.convert.weights import Weights
+from shardyard.convert.weights import Weights, same_bits
 from shardyard.convert.workers import Advance, run_tasks
 from shardyard.durable import remove_leftovers, sync, temporary_name, write_durably
 from shardyard.errors import UserError

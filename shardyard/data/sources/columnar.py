@@ -9,7 +9,7 @@ from typing import Any
 
 from shardyard.data.sources.files import CHUNK, file_type
 from shardyard.data.sources.row import Row, Rows, Skip
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 
 _BATCH_ROWS = 1000
 _ARROW_FILE = b"ARROW1"
@@ -53,7 +53,7 @@ def columnar_rows(file: Path, columns: Collection[str], skip: Skip) -> Rows:
                     row = {key: _without_nulls(value) for key, value in data.items()}
                     yield Row(row, f"{file}:row {number}")
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise UserError(f"{file}: broken after row {number}: {_first_line(error)}") from error
+        raise UserError(f"{file}: broken after row {number}: {first_line(error)}") from error
 
 
 def _parquet_batches(file: Path, columns: Collection[str], skip: Skip) -> Iterator[tuple[int, Any]]:
@@ -97,7 +97,7 @@ def _parquet(file: Path) -> Iterator[Any]:
     try:  # a buffer, so that a column of a row group is not read as a whole
         table = pyarrow.parquet.ParquetFile(file, buffer_size=CHUNK)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable parquet file: {_first_line(error)}") from error
+        raise UserError(f"{file}: not a readable parquet file: {first_line(error)}") from error
     with table:
         yield table
 
@@ -119,7 +119,7 @@ def _arrow(file: Path, columns: Collection[str] | None) -> Iterator[Any]:
             source.seek(0)
             reader = opens(source, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable arrow file: {_first_line(error)}") from error
+        raise UserError(f"{file}: not a readable arrow file: {first_line(error)}") from error
     with source:
         yield reader
 
@@ -131,7 +131,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

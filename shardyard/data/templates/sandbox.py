@@ -36,6 +36,7 @@ from shardyard.data.templates.chat_language import (
 )
 from shardyard.data.templates.meter import Meter, Stopped, size_of, width_of
 from shardyard.data.templates.metering import Metering
+from shardyard.errors import first_line
 
 TEMPLATE_CHARS = 1 << 17
 """Largest template; the largest of a known family has 20,000 characters."""
@@ -109,7 +110,7 @@ class ChatTemplateText:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+    return first_line(error)[:120]
 
 
 class _Environment(Meter, ImmutableSandboxedEnvironment):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.mcore import DictWeights, differences, random_weights, tiny_config
+from support.mcore import DictWeights, Marker, differences, random_weights, tiny_config
 from support.ranks import RankFailure, RankPool
 
 from shardyard.convert.mcore import Given, McoreLayout, McoreWeights, write_mcore
@@ -168,20 +168,6 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = torch.load(path, weights_only=False)
     change(content)
     torch.save(content, path)
-
-
-class Marker:
-    """Pickled, it makes a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return open_marker, (str(self.path),)
-
-
-def open_marker(path: str) -> None:
-    Path(path).touch()
 
 
 @pytest.mark.parametrize("place", ["args", "model", "optimizer", "whole", "old format"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.mcore import DictWeights, differences, random_weights, tiny_config
+from support.mcore import DictWeights, Marker, differences, random_weights, tiny_config
 from support.mcore_peer import run_peer
 from transformers import AutoModelForCausalLM
 
@@ -142,20 +142,6 @@ def test_noop_layers_of_a_torch_dist_folder_can_be_named(peer: Peer) -> None:
     config = {**source.config, "num_hidden_layers": 2, "first_k_dense_replace": 0}
     with pytest.raises(UserError, match=r"decoder\.layers\.0\..* is more than a glm4_moe"):
         open_mcore(peer.torch_dist["glm4_moe"], config, given=Given(noop_layers=(0, 2)))
-
-
-class Marker:
-    """Pickled, it makes a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return open_marker, (str(self.path),)
-
-
-def open_marker(path: str) -> None:
-    Path(path).touch()
 
 
 def test_hostile_parts_of_a_torch_dist_folder_do_not_run(peer: Peer, tmp_path: Path) -> None:
