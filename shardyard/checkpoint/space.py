@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from shardyard.checkpoint.agreement import Peers
 
 _PROBE_BYTES = 8 * 2**20
-_STEP_BYTES = 4
-"""AdamW counts the updates of each parameter in an fp32 scalar."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +65,23 @@ class Space:
 def estimate(model: nn.Module, optimizer: optim.Optimizer | None, peers: Peers | None = None) -> int:
     """Bytes of the tensors of a checkpoint over all ranks, each counted once, from their shapes.
 
-    Parameters, buffers, and of each trained parameter AdamW's two moments and its count of updates, whether
-    or not the optimizer has made them yet. File headers add about 1.5 KiB to each tensor of each rank.
-    Every rank calls it.
+    Parameters, buffers, and of each trained parameter the optimizer's state, whether or not it has been made
+    yet. File headers add about 1.5 KiB to each tensor of each rank. Every rank calls it.
     """
     from shardyard.checkpoint.agreement import Peers
     from shardyard.checkpoint.holdings import Holdings
     from shardyard.checkpoint.state import model_tensors
+    from shardyard.optim import state_bytes
 
     tensors: dict[str, Any] = model_tensors(model)
-    trained = set() if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
-    moments = {f"model.{name}" for name, parameter in model.named_parameters() if id(parameter) in trained}
+    trained = {} if optimizer is None else state_bytes(optimizer)
     peers = peers or Peers()
     facts = Holdings.of(tensors, peers).facts
-    moments = set().union(*peers.gather(moments))
-    total = 0
-    for name, (shape, dtype) in facts.items():
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        total += 3 * size + _STEP_BYTES if name in moments else size
-    return total
+    own = {name: trained[p] for name, p in model.named_parameters() if p in trained}
+    states: dict[str, int] = {}
+    for others in peers.gather(own):
+        states |= others
+    return sum(dtype.itemsize * math.prod(shape) for shape, dtype in facts.values()) + sum(states.values())
 
 
 def check_space(folder: Path, size: int, *, keep: int | None) -> Space:

@@ -8,9 +8,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from shardyard.optim import first_state
 from shardyard.parallel.pipeline import PipelineModel
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def any_stage(model: Any) -> Any:
@@ -59,7 +58,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW the state that its first step would make, all zero, where it has none.
+    """Give each parameter the state that its first step would make, all zero, where it has none.
 
     A checkpoint is read into it, and one is written with it: parameters that no gradient has reached yet are
     then in every checkpoint, as a resumed run expects.
@@ -68,9 +67,4 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state[parameter]
             if not state:
-                home = (
-                    parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-                )
-                state["step"] = torch.zeros((), dtype=torch.float32, device=home)
-                for moment in _MOMENTS:
-                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state.update(first_state(optimizer, parameter.detach(), group))

@@ -1,7 +1,16 @@
 """The optimizer, its schedule, and the norm of its gradients."""
 
+from shardyard.optim.algorithms import first_state, state_bytes
 from shardyard.optim.grad_norm import clip_gradients, owned_square_sum
 from shardyard.optim.optimizer import build_optimizer, set_lr
 from shardyard.optim.schedule import Schedule
 
-__all__ = ["Schedule", "build_optimizer", "clip_gradients", "owned_square_sum", "set_lr"]
+__all__ = [
+    "Schedule",
+    "build_optimizer",
+    "clip_gradients",
+    "first_state",
+    "owned_square_sum",
+    "set_lr",
+    "state_bytes",
+]

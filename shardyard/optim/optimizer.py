@@ -1,4 +1,4 @@
-"""AdamW over sharded parameters, with groups for what decays and what does not."""
+"""The optimizer that a run's settings ask for, over sharded parameters."""
 
 from __future__ import annotations
 
@@ -7,41 +7,28 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from shardyard.config import TrainingConfig
+from shardyard.optim.algorithms import Setup, algorithm_of, builder_of
+from shardyard.optim.groups import group_parameters
+from shardyard.parallel import Meshes
 
 
-def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Matrices decay; norms, biases and other vectors do not."""
-    return parameter.ndim >= 2 and not name.endswith("bias")  # an expert's stacked biases are 2-D
+def build_optimizer(
+    model: nn.Module, training: TrainingConfig, meshes: Meshes | None = None
+) -> torch.optim.Optimizer:
+    """The one of ``training.optimizer`` for all trained parameters, in groups. Every rank calls it.
 
-
-def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """AdamW in its fused form: one pass over each parameter, several times faster than the loop on every
-    device.
-
-    The learning rate is set before each step by the schedule. Weight decay leaves out norms and biases unless
-    ``training.decay_norm_and_bias``.
+    The learning rate is set before each step by the schedule.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if gathered := [name for name, p in named if not isinstance(p, DTensor)]:
         raise RuntimeError(
             f"parameters are gathered while the optimizer is built, it would never see them: {gathered}"
         )
-    everything = training.decay_norm_and_bias
-    decayed = [p for name, p in named if everything or decays(name, p)]
-    plain = [p for name, p in named if not (everything or decays(name, p))]
-    groups = [
-        {"params": decayed, "weight_decay": training.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]] or groups[:1],  # a pipeline stage may be all frozen
-        lr=training.lr,
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_epsilon,
-        fused=True,
-    )
+    build = builder_of(algorithm_of(training))
+    return build(group_parameters(named, training), Setup(training, model, meshes))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each group the schedule's rate times its own scale."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)

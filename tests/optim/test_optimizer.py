@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardyard.optim.optimizer import decays
+from shardyard.optim.groups import decays
 
 
 @pytest.mark.parametrize(
