@@ -72,6 +72,25 @@ def test_there_are_examples_for_each_promised_family() -> None:
     ]
 
 
+def test_there_is_an_example_of_each_size_to_tune_and_to_pretrain() -> None:
+    """File names are the reference's: a size such as 1.7B is ``1point7b`` in all of them."""
+    wanted = {
+        f"{folder}/{kind}_{folder.removesuffix('_moe')}_{size}_4k_fsdp2_{machine}.yaml"
+        for folder, sizes in (
+            ("qwen3", ("0point6b", "1point7b", "4b", "8b", "14b", "32b")),
+            ("qwen3_moe", ("30b_a3b", "235b_a22b")),
+        )
+        for size in sizes
+        for kind, machine in (("tune", "A2"), ("pretrain", "A3"))
+    }
+    there = {path.relative_to(EXAMPLES / "fsdp2").as_posix() for path in YAMLS if "qwen3" in path.parent.name}
+    assert there == wanted
+    for path in YAMLS:
+        if "qwen3" in path.parent.name:
+            hub = path.read_text(encoding="utf-8").split("model_name_or_path: Qwen/Qwen3-")[1].split("\n")[0]
+            assert f"_{hub.lower().replace('.', 'point').replace('-', '_')}_" in path.stem
+
+
 @pytest.mark.parametrize("path", YAMLS, ids=by_path)
 def test_a_yaml_loads_strictly_and_without_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -110,12 +129,14 @@ def test_a_script_hands_torchrun_words_that_load(script: Path, runner: Runner, t
 @pytest.mark.parametrize("script", SCRIPTS, ids=by_path)
 def test_a_script_needs_nothing_from_the_environment(script: Path, runner: Runner, tmp_path: Path) -> None:
     outcome = runner.run(script, cwd=tmp_path)
-    ranks = {"A2": "8", "A3": "16", "cpu": "2"}[script.stem.rpartition("_")[2]]
+    small = any(size in script.stem for size in ("0point6b", "1point7b"))  # the reference's 1.7B takes 4
+    ranks = "4" if small else {"A2": "8", "A3": "16", "cpu": "2"}[script.stem.rpartition("_")[2]]
     assert outcome.options == {
         "--nproc_per_node": ranks,
         "--nnodes": "1",
     }  # a free port is torchrun's to find
     yaml, *overrides = outcome.overrides
+    assert Path(yaml) == script.with_suffix(".yaml").relative_to(REPOSITORY)
     config = load_config([str(runner.root / yaml), *overrides]).config
     alone = load_config([str(runner.root / yaml)]).config
     assert config.parallel.fsdp_size in (int(ranks), None)

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Fine-tune Qwen3-32B on conversations of up to 4,096 tokens: two Atlas A2 machines, 16 NPUs.
+# On each machine: NNODES=2 NODE_RANK=<0 or 1> MASTER_ADDR=<first machine>
+set -eo pipefail
+CALLED_FROM=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+source examples/fsdp2/env_config.sh
+source examples/fsdp2/launch.sh
+
+NAME=tune_qwen3_32b_4k_fsdp2_A2
+NPROC=${NPUS_PER_NODE:-${NPROC_PER_NODE:-8}}
+
+launch "$NAME" "$NPROC" "examples/fsdp2/qwen3/$NAME.yaml" \
+  --model.model_name_or_path "$(given "$MODEL_PATH" Qwen/Qwen3-32B)" \
+  --data.dataset "$(given "$DATA_PATH" alpaca_full)" \
+  --parallel.fsdp_size "$((NPROC * NNODES))" \
+  --training.per_device_train_batch_size 1 \
+  --training.gradient_accumulation_steps 1 \
+  --training.output_dir "$(given_folder "$OUTPUT_DIR" "./output/$NAME")" \
+  "$@"

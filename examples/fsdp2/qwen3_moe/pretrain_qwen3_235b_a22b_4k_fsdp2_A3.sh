@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Pretrain Qwen3-235B-A22B on a stream of text in windows of 4,096 tokens: eight Atlas A3 machines, 128 NPUs.
+# On each machine: NNODES=8 NODE_RANK=<0 to 7> MASTER_ADDR=<first machine>
+set -eo pipefail
+CALLED_FROM=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
+export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}" # the weights take long to read
+source examples/fsdp2/env_config.sh
+source examples/fsdp2/launch.sh
+
+export TORCH_HCCL_ZERO_COPY="${TORCH_HCCL_ZERO_COPY:-1}" # A3: collectives read and write tensors in place
+
+NAME=pretrain_qwen3_235b_a22b_4k_fsdp2_A3
+NPROC=${NPUS_PER_NODE:-${NPROC_PER_NODE:-16}}
+
+launch "$NAME" "$NPROC" "examples/fsdp2/qwen3_moe/$NAME.yaml" \
+  --model.model_name_or_path "$(given "$MODEL_PATH" Qwen/Qwen3-235B-A22B)" \
+  --data.dataset "$(given "$DATA_PATH" alpaca_full)" \
+  --parallel.fsdp_size "$((NPROC * NNODES))" \
+  --parallel.ep_size 1 \
+  --parallel.ep_fsdp_size 1 \
+  --training.per_device_train_batch_size 1 \
+  --training.gradient_accumulation_steps 1 \
+  --training.output_dir "$(given_folder "$OUTPUT_DIR" "./output/$NAME")" \
+  "$@"
