@@ -100,5 +100,6 @@ def _compare(path: Path, wanted: dict[str, Any], held: dict[str, Any]) -> None:
     ]
     if faults:
         only_state = all(key.startswith("optimizer.") for key in (*missing, *foreign, *other))
-        hint = "; what model.freeze leaves to train has to be the same" if only_state else ""
+        hint = "; training.optimizer and what model.freeze leaves to train have to be the same"
+        hint = hint if only_state else ""
         raise UserError(f"{path} was written by another model or set-up: tensors {', '.join(faults)}{hint}")

@@ -127,6 +127,7 @@ def read_reference(folder: Path, peers: Peers, *, model: Any, optimizer: torch.o
     step = peers.first(what, lambda: _global_step(folder)) if has_optimizer else 0
     if has_optimizer:
         prepare_optimizer(optimizer)
+        on_each(peers, what, lambda: _refuse_other_state(folder, optimizer))
         held = set(optimizer.state)
         trained = {name: p for name, p in model.named_parameters() if p in held}
         shapes = _shapes(trained, peers)
@@ -141,6 +142,16 @@ def read_reference(folder: Path, peers: Peers, *, model: Any, optimizer: torch.o
     warn_of_grids(folder, metadata, saved)
     peers.agree(what, lambda: read_tensors(folder, metadata, pairs))
     return Reference(step, has_optimizer)
+
+
+def _refuse_other_state(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    """What it keeps of its Muon is of no use, and of the others there are AdamW's moments only."""
+    wanted = {_STEP, *_MOMENTS}
+    if other := {what for state in optimizer.state.values() for what in state.keys() ^ wanted}:
+        raise UserError(
+            f"{_KEY}: {folder} holds AdamW's moments, and training.optimizer is one whose state differs "
+            f"({', '.join(sorted(other))}); set training.optimizer: adamw, or {_instead(folder)}"
+        )
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor], peers: Peers) -> dict[str, tuple[int, ...]]:

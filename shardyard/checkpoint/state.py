@@ -57,6 +57,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return found
 
 
+@torch.no_grad()
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Give each parameter the state that its first step would make, all zero, where it has none.
 
@@ -67,4 +68,4 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state[parameter]
             if not state:
-                state.update(first_state(optimizer, parameter.detach(), group))
+                state.update(first_state(optimizer, parameter, group))

@@ -19,9 +19,11 @@ def startup_table(
     group: ProcessGroup,
     optimizer: torch.optim.Optimizer,
     export_dtype: torch.dtype,
+    *,
+    state_bytes: int | None = None,
 ) -> list[str]:
-    """Lines of the table; every rank calls it. Bytes are those of the rank that holds most; the optimizer's
-    are those of its two moments.
+    """Lines of the table; every rank calls it. Bytes are those of the rank that holds most. ``state_bytes``:
+    what the optimizer will keep on this rank; None is AdamW's two moments.
     """
     layout, model = meshes.layout, built.model
     parameters = list(model.parameters())
@@ -31,17 +33,18 @@ def startup_table(
     leads_stage = group.rank % (layout.world_size // layout.pp) == 0
     counted = list(_counted_here(model)) if leads_stage else []
     sizes = [sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)]
-    rows = group.gather([held, grads, repeated, *sizes])
-    total, trainable = (int(count) for count in rows[:, 3:].sum(0))
-    held, grads, repeated = max(rows[:, :3].long().tolist(), key=lambda row: row[0] + 3 * row[1])
-    most = "" if bool((rows[:, :2] == rows[0, :2]).all()) else ", on the rank that holds most"
+    kept = 2 * grads if state_bytes is None else state_bytes
+    rows = group.gather([held, grads, kept, repeated, *sizes])
+    total, trainable = (int(count) for count in rows[:, 4:].sum(0))
+    held, grads, kept, repeated = max(rows[:, :4].long().tolist(), key=lambda row: sum(row[:3]))
+    most = "" if bool((rows[:, :3] == rows[0, :3]).all()) else ", on the rank that holds most"
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
     lines = [
         ("parameters", f"{total:,}"),
         ("trainable", f"{trainable:,}"),
         (
             "bytes per rank",
-            f"{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(2 * grads)} optimizer{most}",
+            f"{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(kept)} optimizer{most}",
         ),
     ]
     if layout.dp_replicate > 1:

@@ -1,7 +1,8 @@
 """The optimizer, its schedule, and the norm of its gradients."""
 
-from shardyard.optim.algorithms import first_state, state_bytes
+from shardyard.optim.algorithms import first_state, state_bytes, state_bytes_here
 from shardyard.optim.grad_norm import clip_gradients, owned_square_sum
+from shardyard.optim.groups import group_lines, group_parameters
 from shardyard.optim.optimizer import build_optimizer, set_lr
 from shardyard.optim.schedule import Schedule
 
@@ -10,7 +11,10 @@ __all__ = [
     "build_optimizer",
     "clip_gradients",
     "first_state",
+    "group_lines",
+    "group_parameters",
     "owned_square_sum",
     "set_lr",
     "state_bytes",
+    "state_bytes_here",
 ]

@@ -31,7 +31,7 @@ import torch.nn as nn
 
 from shardyard.config import TrainingConfig
 from shardyard.optim.groups import Group
-from shardyard.parallel import Meshes
+from shardyard.parallel import Meshes, local
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,9 @@ Builder = Callable[[Sequence[Group], Setup], torch.optim.Optimizer]
 TABLE: dict[str, str] = {
     "adamw": "shardyard.optim.adamw:build",
     "fused_adamw": "shardyard.optim.adamw:build",
+    "muon": "shardyard.optim.muon:build",
+    "lion": "shardyard.optim.lion:build",
+    "adam_mini": "shardyard.optim.adam_mini:build",
 }
 """Name -> ``module:function`` of its builder; imported when it is chosen."""
 
@@ -84,11 +87,24 @@ def adamw_state(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, tor
     }
 
 
+@torch.no_grad()
+def state_bytes_here(optimizer: torch.optim.Optimizer) -> int:
+    """What the state takes on this rank, but for counts of updates, whether made yet or not."""
+    return sum(
+        local(tensor).numel() * tensor.element_size()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in first_state(optimizer, parameter, group).values()
+        if tensor.ndim
+    )
+
+
+@torch.no_grad()
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
     """Parameter -> the bytes of its state over all ranks, each element once, whether made yet or not."""
     return {
         parameter: sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         for group in optimizer.param_groups
         for parameter in group["params"]
-        for state in (first_state(optimizer, parameter.detach(), group),)
+        for state in (first_state(optimizer, parameter, group),)
     }

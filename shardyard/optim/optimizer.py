@@ -18,14 +18,16 @@ def build_optimizer(
     """The one of ``training.optimizer`` for all trained parameters, in groups. Every rank calls it.
 
     The learning rate is set before each step by the schedule.
+
+    Raises:
+        UserError: a pattern of ``training.parameter_groups`` matches nothing.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if gathered := [name for name, p in named if not isinstance(p, DTensor)]:
+    if gathered := [n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]:
         raise RuntimeError(
             f"parameters are gathered while the optimizer is built, it would never see them: {gathered}"
         )
     build = builder_of(algorithm_of(training))
-    return build(group_parameters(named, training), Setup(training, model, meshes))
+    return build(group_parameters(model, training), Setup(training, model, meshes))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

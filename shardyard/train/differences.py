@@ -23,7 +23,7 @@ from shardyard.optim import Schedule
 logger = logging.getLogger("shardyard.train")
 
 _SCHEDULE = (
-    "training.lr_scheduler_type", "training.warmup_*", "training.max_steps", "training.num_train_epochs",
+    "training.lr_*", "training.warmup_*", "training.max_steps", "training.num_train_epochs",
 )  # fmt: skip
 _KEPT = "what is kept and told; no effect on the weights"
 _EFFECTS: tuple[tuple[str, str], ...] = (
@@ -33,8 +33,12 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
         "training.per_device_train_batch_size training.gradient_accumulation_steps",
         "the global batch is their product with the data-parallel ranks",
     ),
+    (
+        "training.max_tokens_per_micro_batch training.group_by_length",
+        "the same global batches, cut otherwise: equal up to rounding",
+    ),
     ("training.seed", "dropout is drawn anew"),
-    ("training.optimizer", "the moments are taken over"),
+    ("training.optimizer", "the state is taken over where it is of the same kind"),
     ("training.eval_* training.per_device_eval* training.early_*", "holds from the next validation on"),
     (
         "training.save_* training.export_* training.on_save_error training.log* training.profile* "

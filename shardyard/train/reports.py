@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from torch import nn
+
 from shardyard.checkpoint import Space
-from shardyard.config import Loaded
+from shardyard.config import Loaded, TrainingConfig
 from shardyard.config.layout import Layout
 from shardyard.config.resolved import format_table
 from shardyard.data.build import RunData
-from shardyard.device import Device
+from shardyard.device import Device, ProcessGroup
+from shardyard.optim import group_lines, group_parameters
+from shardyard.parallel import Meshes
+from shardyard.parallel.pipeline import PipelineModel
 
 logger = logging.getLogger("shardyard.train")
 
@@ -42,6 +47,23 @@ def data_lines(data: RunData) -> list[str]:
     lines += data.report.lines()
     lines += [f"validation set {held_out.name}: {len(held_out.samples)} samples" for held_out in data.evals]
     return [*lines, "training example (trained part in [[ ]]):", *data.preview.text.splitlines()]
+
+
+def group_report(
+    model: nn.Module, training: TrainingConfig, meshes: Meshes, group: ProcessGroup
+) -> list[str]:
+    """What each of ``training.parameter_groups`` trains, over all stages; every rank calls it."""
+    if training.parameter_groups is None:
+        return []
+    groups = group_parameters(model, training)
+    leads_stage = group.rank % (meshes.layout.world_size // meshes.layout.pp) == 0
+    twice = model.whole.tied if isinstance(model, PipelineModel) and not model.holds_first else {}
+    counts: list[float] = []
+    for own in groups:
+        counted = [p for name, p in own.named if leads_stage and name not in twice]
+        counts += [len(counted), sum(p.numel() for p in counted)]
+    total = group.gather(counts).sum(0).view(-1, 2).tolist()
+    return ["parameter groups, the first that matches:", *group_lines(groups, total)]
 
 
 def log_lines(lines: Iterable[str]) -> None:

@@ -22,6 +22,8 @@ class Recipe:
     steps: int = 5
     packed: bool | None = None
     fix_router: bool = False
+    compile: tuple[Any, str] = ("none", "inductor")
+    """The mode, and torch's name of the compiler."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     from shardyard.device import Device, ProcessGroup
     from shardyard.models import Placement, build_model, load_model_config
     from shardyard.optim import build_optimizer
-    from shardyard.parallel import RoutingOptions, build_meshes, build_routing
+    from shardyard.parallel import Compilation, RoutingOptions, build_meshes, build_routing
     from shardyard.train.step import TrainStep
 
     options = ModelConfig(model_name_or_path=str(folder), **recipe.model)
@@ -75,14 +77,14 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
         options,
         load_model_config(options, folder),
         folder,
-        Placement(parallel, meshes, device),
+        Placement(parallel, meshes, device, Compilation(*recipe.compile)),
         seed=training.seed,
     )
     options = RoutingOptions.of(training, OptimizationConfig(fix_router=recipe.fix_router))
     built.model.routing = build_routing([built.model], meshes, options)
     group = ProcessGroup(dist.HashStore(), dist.get_rank(), dist.get_world_size())
     step = TrainStep(
-        built.model, build_optimizer(built.model, training), group, device,
+        built.model, build_optimizer(built.model, training, meshes), group, device,
         meshes=meshes, max_grad_norm=training.max_grad_norm, on_nonfinite=training.on_nonfinite,
         packed=built.unpacked is None if recipe.packed is None else recipe.packed, seed=training.seed,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from shardyard.config.sections.base import Section, setting
 
@@ -19,17 +19,86 @@ class TrainingConfig(Section):
     deterministic: bool = setting(
         True, "Same numbers every time, at some cost in speed.", "确定性计算，速度略有下降。"
     )
-    optimizer: Literal["adamw", "muon", "fused_adamw"] = setting("adamw", "The optimizer.", "优化器。")
+    optimizer: Literal["adamw", "fused_adamw", "muon", "lion", "adam_mini"] = setting(
+        "adamw",
+        "The optimizer. adamw and fused_adamw are the same; muon is for hidden matrices, and AdamW for the "
+        "rest.",
+        "优化器。adamw 与 fused_adamw 相同；muon 用于隐藏层矩阵，其余参数用 AdamW。",
+    )
+    parameter_groups: tuple[dict[str, Any], ...] | None = setting(
+        None,
+        "Parameters with options of their own: a list of {patterns, lr or lr_scale, weight_decay}. A "
+        "parameter goes by the first entry one of whose patterns its name matches.",
+        "有单独设置的参数：{patterns, lr 或 lr_scale, weight_decay} 的列表。"
+        "参数采用第一个与其名称匹配的条目。",
+    )
+    muon_momentum: float = setting(0.95, "Muon's momentum.", "Muon 的动量。", ge=0, lt=1)
+    muon_nesterov: bool = setting(True, "Nesterov's form of Muon's momentum.", "Muon 使用 Nesterov 动量。")
+    muon_ns_steps: int = setting(
+        5,
+        "Newton-Schulz steps that make a matrix orthogonal.",
+        "矩阵正交化的 Newton-Schulz 步数。",
+        ge=1,
+        lt=100,
+    )
+    muon_ns_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "Type of the Newton-Schulz products; bf16 is faster on an accelerator, and its results differ in the "
+        "third digit with the number of ranks.",
+        "Newton-Schulz 乘法的精度；bf16 在加速卡上更快，但结果的第三位有效数字随卡数变化。",
+    )
+    muon_scaling: Literal["match_rms_adamw", "original"] = setting(
+        "match_rms_adamw",
+        "What Muon multiplies lr by: 0.2 sqrt(max(rows, columns)), so that AdamW's lr serves, or "
+        "sqrt(max(1, rows / columns)).",
+        "Muon 的学习率系数：0.2 sqrt(max(行, 列))（可沿用 AdamW 的 lr），或 sqrt(max(1, 行 / 列))。",
+    )
+    lion_beta1: float = setting(0.9, "Lion's beta 1.", "Lion 的 beta1。", ge=0, lt=1)
+    lion_beta2: float = setting(0.99, "Lion's beta 2.", "Lion 的 beta2。", ge=0, lt=1)
     lr: float = setting(1e-5, "Peak learning rate.", "峰值学习率。", ge=0)
-    weight_decay: float = setting(0.01, "Weight decay of AdamW.", "AdamW 的权重衰减。", ge=0)
+    weight_decay: float = setting(0.01, "Decoupled weight decay.", "解耦的权重衰减。", ge=0)
     adam_beta1: float = setting(0.9, "AdamW's beta 1.", "AdamW 的 beta1。", ge=0, lt=1)
     adam_beta2: float = setting(0.95, "AdamW's beta 2.", "AdamW 的 beta2。", ge=0, lt=1)
     adam_epsilon: float = setting(1e-8, "AdamW's epsilon.", "AdamW 的 epsilon。", gt=0)
     max_grad_norm: float = setting(
         1.0, "Gradients are scaled down to this global norm.", "梯度裁剪的全局范数上限。", gt=0
     )
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = setting(
-        "cosine", "Course of the learning rate after warm-up.", "预热后的学习率曲线。"
+    lr_scheduler_type: Literal[
+        "cosine",
+        "linear",
+        "constant",
+        "wsd",
+        "cosine_with_restarts",
+        "inverse_sqrt",
+        "polynomial",
+        "constant_with_warmup",
+        "warmup_stable_decay",
+        "cosine_with_min_lr",
+    ] = setting(
+        "cosine",
+        "Course of the learning rate after warm-up. constant_with_warmup, warmup_stable_decay and "
+        "cosine_with_min_lr are other names of constant, wsd and cosine.",
+        "预热后的学习率曲线。constant_with_warmup、warmup_stable_decay、cosine_with_min_lr "
+        "分别是 constant、wsd、cosine 的别名。",
+    )
+    lr_wsd_decay_ratio: float = setting(
+        0.1,
+        "Share of the updates, at the end, in which wsd falls from lr to min_lr; one at least.",
+        "wsd 末尾从 lr 降至 min_lr 的步数占比，至少一步。",
+        gt=0,
+        le=1,
+    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt", "exponential"] = setting(
+        "linear", "How wsd falls.", "wsd 的下降方式。"
+    )
+    lr_num_cycles: int = setting(
+        1,
+        "Cycles of cosine_with_restarts; 1 is plain cosine.",
+        "cosine_with_restarts 的周期数；1 即 cosine。",
+        ge=1,
+    )
+    lr_power: float = setting(
+        1.0, "Power of polynomial; 1 is linear.", "polynomial 的幂；1 即 linear。", gt=0
     )
     warmup_ratio: float = setting(
         0.03,
@@ -40,8 +109,8 @@ class TrainingConfig(Section):
     )
     min_lr: float = setting(
         1e-6,
-        "Rate at the last update of the cosine and linear schedules.",
-        "cosine 与 linear 曲线最后一步的学习率。",
+        "Rate at the last update of every schedule that falls; the least one of inverse_sqrt.",
+        "下降曲线最后一步的学习率；inverse_sqrt 的下限。",
         ge=0,
     )
     num_train_epochs: float = setting(
@@ -163,6 +232,21 @@ class TrainingConfig(Section):
     per_device_train_batch_size: int = setting(
         8, "Samples of a micro-batch, on each rank.", "每卡微批的样本数。", ge=1
     )
+    max_tokens_per_micro_batch: int | None = setting(
+        None,
+        "Cut global batches into as few micro-batches as hold at most this many tokens each, balanced over "
+        "ranks, instead of by per_device_train_batch_size (which then only counts in the size of the global "
+        "batch). A longer sample has a micro-batch of its own. Null counts samples.",
+        "按词元数切分全局批次：每个微批最多这么多词元，微批数尽量少，各卡负载均衡；此时 "
+        "per_device_train_batch_size 只决定全局批次的大小。更长的样本独占一个微批。null 表示按样本数切分。",
+        ge=1,
+    )
+    group_by_length: bool = setting(
+        False,
+        "Choose by length which samples of a global batch go to which rank and micro-batch, so that ranks "
+        "have equal work. The global batch holds the same samples, and its loss is the same.",
+        "按长度决定全局批次内的样本分到哪张卡、哪个微批，使各卡工作量相等；全局批次的样本与损失不变。",
+    )
     profile: bool = setting(False, "Profile some steps.", "对部分步做性能分析。")
     profile_step_start: int = setting(0, "First profiled step.", "性能分析起始步。", ge=0)
     profile_step_end: int = setting(
@@ -215,8 +299,10 @@ class TrainingConfig(Section):
     eval_on_start: bool = setting(False, "Validate before the first update too.", "第一步之前也做验证。")
     per_device_eval_batch_size: int | None = setting(
         None,
-        "Samples of a validation batch, on each rank; null takes per_device_train_batch_size.",
-        "每卡验证批的样本数；null 取 per_device_train_batch_size。",
+        "Samples of a validation batch, on each rank; null cuts the sets as training's batches, by "
+        "per_device_train_batch_size or max_tokens_per_micro_batch.",
+        "每卡验证批的样本数；null 与训练相同：按 per_device_train_batch_size "
+        "或 max_tokens_per_micro_batch 切分。",
         ge=1,
     )
     early_stopping_patience: int | None = setting(

@@ -1,0 +1,33 @@
+"""Several optimizers that look like one: other parameters, the same schedule, one state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardyard.optim.algorithms import first_state
+
+
+class Combined(torch.optim.Optimizer):
+    """Steps ``parts`` one after another. Their groups are its groups, and their state is its state."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        for part in parts:
+            part.state = self.state
+
+    def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """That of the part which has ``parameter``."""
+        part = next(part for part in self.parts if any(group is own for own in part.param_groups))
+        return first_state(part, parameter, group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """``closure`` is refused: a step here is made once the gradients are there."""
+        if closure is not None:
+            raise ValueError("a step takes no closure")
+        for part in self.parts:
+            part.step()
