@@ -58,8 +58,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
             message has the numbers, and overrides that fit.
     """
     shape, _ = read_shape(config.model)
-    micro_batches = config.training.gradient_accumulation_steps
-    layout = resolve_layout(config.parallel, world_size, shape, micro_batches)
+    layout = resolve_layout(config.parallel, world_size, shape, _micro_batches(config))
     if layout.dp_replicate > 1:
         refuse_pairs_of_replicas(config, shape)
     return layout
@@ -119,7 +118,7 @@ def fewest_ranks(config: Config) -> int:
     """
     check_sizes(config)
     shape, _ = read_shape(config.model)
-    wish = Wish.of(config.parallel, 1, shape, config.training.gradient_accumulation_steps)
+    wish = Wish.of(config.parallel, 1, shape, _micro_batches(config))
     if next(broken(wish), None) is None:
         return 1
     return next(iter(nearest_worlds(wish)), 1)
@@ -132,7 +131,13 @@ def check_sizes(config: Config) -> None:
         UserError: as :func:`layout_of`.
     """
     shape, _ = read_shape(config.model)
-    _refuse(Wish.of(config.parallel, None, shape, config.training.gradient_accumulation_steps))
+    _refuse(Wish.of(config.parallel, None, shape, _micro_batches(config)))
+
+
+def _micro_batches(config: Config) -> int | None:
+    """Of a step; None where lengths decide, which makes as many as a pipeline needs."""
+    training = config.training
+    return training.gradient_accumulation_steps if training.max_tokens_per_micro_batch is None else None
 
 
 def _refuse(wish: Wish) -> None:

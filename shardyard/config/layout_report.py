@@ -64,6 +64,14 @@ def _step(config: Config, layout: Layout) -> list[str]:
     parts = layout.cp * layout.tp
     of_rank = f" / {parts} (cp x tp)" if parts > 1 else ""
     what = "packs" if config.data.packing or config.data.neat_packing else "samples"
+    budget = config.training.max_tokens_per_micro_batch
+    if budget is not None:
+        largest = max(budget, longest)
+        return [
+            f"  a step: {batch} {what}, up to {batch * longest} tokens",
+            f"  a rank: as few micro-batches as hold {budget} tokens (one {what[:-1]} may have {longest}), "
+            f"of up to {largest}{of_rank} tokens, {-(-largest // parts)} at a time",
+        ]
     return [
         f"  a step: {layout.data_parallel} data-parallel x {micro_batches} micro-batches"
         f" x {rows} {what} = {batch} {what}, up to {batch * longest} tokens",

@@ -51,11 +51,24 @@ FEATURES: dict[str, Feature] = {
         "ignored_modules", "parallel.ignored_modules", lambda c, _: bool(c.parallel.ignored_modules)
     ),
     "cpu_offload": Feature("cpu_offload", "parallel.cpu_offload", lambda c, _: c.parallel.cpu_offload),
-    "recompute": Feature("recompute", "parallel.recompute", lambda c, _: bool(c.parallel.recompute)),
+    "recompute": Feature(
+        "recompute: full", "parallel.recompute", lambda c, _: "full" in c.parallel.recompute_modes
+    ),
+    "recompute_selective": Feature(
+        "recompute: selective", "parallel.recompute", lambda c, _: "selective" in c.parallel.recompute_modes
+    ),
     "accumulation": Feature(
         "gradient accumulation",
         "training.gradient_accumulation_steps",
         lambda c, _: c.training.gradient_accumulation_steps > 1,
+    ),
+    "token_budget": Feature(
+        "max_tokens_per_micro_batch",
+        "training.max_tokens_per_micro_batch",
+        lambda c, _: c.training.max_tokens_per_micro_batch is not None,
+    ),
+    "group_by_length": Feature(
+        "group_by_length", "training.group_by_length", lambda c, _: c.training.group_by_length
     ),
     "packing": Feature("packing", "data.packing", lambda c, _: bool(c.data.packing or c.data.neat_packing)),
     "cross_document_attention": Feature(
@@ -96,6 +109,14 @@ FEATURES: dict[str, Feature] = {
         "reshard_after_forward: false",
         "parallel.reshard_after_forward",
         lambda c, _: not c.parallel.reshard_after_forward,
+    ),
+    "chunk_loss": Feature(
+        "chunk_loss_size", "optimization.chunk_loss_size",
+        lambda c, _: c.optimization.chunk_loss_size is not None,
+    ),
+    "z_loss": Feature("z-loss", "training.z_loss_coef", lambda c, _: c.training.z_loss_coef > 0),
+    "label_smoothing": Feature(
+        "label smoothing", "training.label_smoothing", lambda c, _: c.training.label_smoothing > 0
     ),
     "bf16_reduce": Feature(
         "reduce_dtype: bf16", "parallel.reduce_dtype", lambda c, _: c.parallel.reduce_dtype == "bf16"
@@ -185,6 +206,13 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
         "refused",
         "ranks send tokens to experts in each piece, and their numbers of pieces differ; name modules beside "
         "the experts in parallel.chunk_mbs_modules, such as model.layers.{*}.self_attn",
+    ),
+    ("group_by_length", "token_budget"): Verdict(
+        "no effect", "micro-batches by tokens are chosen by length already"
+    ),
+    ("token_budget", "one_document"): Verdict(
+        "no effect",
+        "each document has a forward of its own, so memory goes by the longest document",
     ),
     ("enable_chunk_batch", "ignored_modules"): Verdict(
         "in part", "a module that runs in pieces may not hold one that stays whole"

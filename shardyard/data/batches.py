@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from shardyard.data.sampler import GlobalBatch, Sampler, Unit, split_over_ranks
+from shardyard.data.cut import Cut, doc_lens_of
+from shardyard.data.sampler import GlobalBatch, Sampler, Unit
 from shardyard.data.types import IGNORE_INDEX, MicroBatch, Sample, StepBatch
 from shardyard.data.workers import quiet_forks
 from shardyard.errors import UserError
+
+if TYPE_CHECKING:
+    from shardyard.device import Arrival, CopyStream
 
 
 class Samples(Protocol):
@@ -79,6 +83,10 @@ class BatchLoader:
     ``start_step`` (updates made before ``start_cursor``) matters only to ``max_steps`` runs that resume: the
     loader gives ``sampler.last_step(...) - start_step`` batches; by default it is what this sampler makes of
     the cursor. ``merge_packs`` lets the samples of a pack see each other.
+
+    ``per_device`` rows make a micro-batch, in training order; ``cut`` says otherwise how global batches are
+    cut, for all ranks the same. With ``copies`` the tensors are the device's, and each batch is on its way
+    while the one before it is trained.
     """
 
     def __init__(
@@ -97,6 +105,8 @@ class BatchLoader:
         persistent_workers: bool = False,
         filler_token: int = 0,
         merge_packs: bool = False,
+        cut: Cut | None = None,
+        copies: CopyStream | None = None,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is not one of {dp_size} ranks")
@@ -111,11 +121,12 @@ class BatchLoader:
                 "training.dataloader_num_workers of at least 1"
             )
         self._sampler = sampler
+        self._copies = copies
         self._start_cursor = start_cursor
         self._num_steps = sampler.steps_from(start_cursor, start_step)
         self._epoch = _EpochBatches()
         self._loader = DataLoader(
-            cast(Any, _RankShare(store, dp_rank, dp_size, per_device, filler_token, merge_packs)),
+            cast(Any, _RankShare(store, dp_rank, dp_size, cut or Cut(per_device), filler_token, merge_packs)),
             batch_size=None,
             sampler=self._epoch,
             collate_fn=cast(Any, _as_it_is),
@@ -132,13 +143,18 @@ class BatchLoader:
         return self._num_steps
 
     def __iter__(self) -> Iterator[StepBatch]:
+        batches = self._batches()
+        if self._copies is None:
+            return map(_Loaded.unpack, batches)
+        return _one_ahead(batches, self._copies)
+
+    def _batches(self) -> Iterator[_Loaded]:
         cursor, left = self._start_cursor, self._num_steps
         while left > 0:
             self._epoch.begin(self._sampler, cursor, left)
             for loaded in self._epoch_iterator():
-                step_batch = loaded.unpack()
-                cursor, left = step_batch.end, left - 1
-                yield step_batch
+                cursor, left = loaded.batch.end, left - 1
+                yield loaded
 
     def _epoch_iterator(self) -> Iterator[_Loaded]:
         try:
@@ -184,15 +200,17 @@ class _RankShare:
     store: Samples
     dp_rank: int
     dp_size: int
-    per_device: int
+    cut: Cut
     filler_token: int
     merge_packs: bool
 
     def __getitem__(self, batch: GlobalBatch) -> _Loaded:
-        shares = split_over_ranks(
-            batch.units, dp_rank=self.dp_rank, dp_size=self.dp_size, per_device=self.per_device
-        )
+        shares = self.cut.share(batch.units, self._doc_lens, dp_rank=self.dp_rank, dp_size=self.dp_size)
         return _Loaded.pack([self._micro_batch(units) for units in shares], batch)
+
+    def _doc_lens(self, unit: Unit) -> Sequence[int]:
+        documents = [length for index in unit for length in doc_lens_of(self.store, index)]
+        return [sum(documents)] if self.merge_packs else documents
 
     def _micro_batch(self, units: Sequence[Unit]) -> MicroBatch:
         samples = [[self.store[index] for index in unit] for unit in units]
@@ -234,6 +252,17 @@ class _Loaded:
         )
         batch = self.batch
         return StepBatch(micro_batches, batch.epoch, batch.start, batch.end, len(batch.units))
+
+
+def _one_ahead(batches: Iterable[_Loaded], copies: CopyStream) -> Iterator[StepBatch]:
+    """The batches on the device, each given away once the copy of the next one has begun."""
+    waiting: tuple[_Loaded, Arrival] | None = None
+    for loaded in batches:
+        before, waiting = waiting, (loaded, copies.start(loaded.buffer))
+        if before is not None:
+            yield replace(before[0], buffer=before[1].wait()).unpack()
+    if waiting is not None:
+        yield replace(waiting[0], buffer=waiting[1].wait()).unpack()
 
 
 def _start_method() -> str | None:

@@ -39,7 +39,7 @@ from shardyard.data.stream.build import Seat
 from shardyard.data.types import IGNORE_INDEX
 from shardyard.errors import UserError
 
-__all__ = ["RunData", "build_run_data", "cache_folder"]
+__all__ = ["RunData", "build_run_data", "cache_folder", "longest_unit"]
 
 logger = logging.getLogger("shardyard.data")
 
@@ -124,6 +124,12 @@ def build_run_data(
         preview=first_preview(joined, tokenizer),
         merge_packs=data.cross_document_attention and packs(config),
     )
+
+
+def longest_unit(config: Config, data: RunData) -> int:
+    """Tokens that a sample or pack of the run may have: of a stream nobody knows more than the cut-off."""
+    grows = config.data.streaming or packs(config)
+    return config.data.cutoff_len if grows else data.report.longest
 
 
 def _seat(config: Config, node: Role, rendezvous: Rendezvous | None) -> Seat:

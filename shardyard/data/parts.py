@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from shardyard.config import Config, DataConfig
+from shardyard.data.cut import doc_lens_of
 from shardyard.data.eval_sets import CountedSamples
 from shardyard.data.indexed import IndexedReader, WindowSamples, split_documents
 from shardyard.data.leader import PreparedSet
@@ -46,13 +47,17 @@ class JoinedSamples:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
         part, index = self.locate(index)
         return part[index]
 
+    def doc_lens(self, index: int) -> Sequence[int]:
+        """The documents of a sample."""
+        return doc_lens_of(*self.locate(index))
+
     def locate(self, index: int) -> tuple[CountedSamples, int]:
         """The part that holds a sample, and its number there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
         part = bisect_right(self._starts, index) - 1
         return self.parts[part], index - self._starts[part]
 
@@ -79,6 +84,10 @@ class ChosenSamples:
 
     def __getitem__(self, index: int) -> Sample:
         return self._samples[int(self._numbers[index])]
+
+    def doc_lens(self, index: int) -> Sequence[int]:
+        """The documents of a sample."""
+        return doc_lens_of(self._samples, int(self._numbers[index]))
 
 
 def open_part(config: Config, prepared: PreparedSet, number: int) -> Part:

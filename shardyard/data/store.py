@@ -198,11 +198,16 @@ class SampleStore:
         return np.diff(self._offsets)
 
     def __getitem__(self, index: int) -> Sample:
+        doc_lens = self.doc_lens(index)
+        tokens = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        return Sample(self._input_ids[tokens], self._labels[tokens], doc_lens)
+
+    def doc_lens(self, index: int) -> tuple[int, ...]:
+        """The documents of a sample, without reading its tokens."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        tokens = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
         docs = slice(int(self._doc_offsets[index]), int(self._doc_offsets[index + 1]))
-        return Sample(self._input_ids[tokens], self._labels[tokens], tuple(self._doc_lens[docs].tolist()))
+        return tuple(self._doc_lens[docs].tolist())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleStore.open, (self.path,)

@@ -1,14 +1,18 @@
 """The one room that knows cpu, cuda and npu."""
 
+from shardyard.device.copy_ahead import Arrival, CopyStream, copy_stream
 from shardyard.device.device import Device, detect_device, local_ranks, visible_accelerators
 from shardyard.device.process_group import ProcessGroup, start_process_group
 from shardyard.device.restart import restarted_since
 from shardyard.device.stop_signal import StopSignal, note_saved, stop_asked
 
 __all__ = [
+    "Arrival",
+    "CopyStream",
     "Device",
     "ProcessGroup",
     "StopSignal",
+    "copy_stream",
     "detect_device",
     "local_ranks",
     "note_saved",

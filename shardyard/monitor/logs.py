@@ -51,16 +51,18 @@ def log_run_start(
     num_examples: int | None,
     num_epochs: float | None,
     total_batch_size: int,
-    gradient_accumulation_steps: int,
+    gradient_accumulation_steps: int | None,
     total_steps: int,
 ) -> None:
     """The start lines, worded as users of the reference know them; batch sizes are in samples (or packs).
 
     ``num_examples`` are those of an epoch. Of a stream nobody knows it, nor the number of epochs (None).
+    ``gradient_accumulation_steps`` None: lengths decide.
     """
     logger.info("***** Running training (FSDP2) *****")
     logger.info("  Num examples = %s", "unknown (a stream)" if num_examples is None else num_examples)
     logger.info("  Num Epochs = %s", "unknown (a stream)" if num_epochs is None else f"{num_epochs:.3g}")
     logger.info("  Total Batch Size = %d", total_batch_size)
-    logger.info("  Gradient Accumulation steps = %d", gradient_accumulation_steps)
+    steps = "by tokens" if gradient_accumulation_steps is None else gradient_accumulation_steps
+    logger.info("  Gradient Accumulation steps = %s", steps)
     logger.info("  Total optimization steps = %d", total_steps)

@@ -19,9 +19,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from shardyard.data.batches import collate
+from shardyard.data.cut import Cut, doc_lens_of
 from shardyard.data.eval_sets import CountedSamples, EvalSet
 from shardyard.data.order import Units
-from shardyard.data.sampler import split_over_ranks
 from shardyard.data.types import IGNORE_INDEX
 from shardyard.device import Device, ProcessGroup
 from shardyard.errors import UserError
@@ -49,8 +49,8 @@ class _Share:
 class Evaluator:
     """Scores every set with the model as it stands; all ranks make and call it together.
 
-    ``per_device`` rows make a batch; with ``packed`` false each document gets a forward of its own. How many
-    forwards each rank makes is agreed on here, once, and not again in `evaluate`.
+    ``per_device`` rows make a batch, unless ``cut`` says otherwise; with ``packed`` false each document gets
+    a forward of its own. How many forwards each rank makes is agreed on here, once, not again in `evaluate`.
 
     Raises:
         UserError: a set without a labelled token, two sets of one name, or one of several is called "all".
@@ -66,11 +66,12 @@ class Evaluator:
         meshes: Meshes,
         per_device: int,
         packed: bool,
+        cut: Cut | None = None,
     ) -> None:
         _check_names([eval_set.name for eval_set in sets])
         self.model, self.group, self.device, self.packed = model, group, device, packed
         self.meshes = meshes
-        self._shares = [self._share(eval_set, per_device) for eval_set in sets]
+        self._shares = [self._share(eval_set, cut or Cut(per_device)) for eval_set in sets]
 
     def evaluate(self) -> EvalResult:
         """The scores of all sets.
@@ -81,11 +82,13 @@ class Evaluator:
         with torch.no_grad(), _evaluation_mode(self.model), _generators_kept(self.device):
             return EvalResult({share.name: self._score(share) for share in self._shares})
 
-    def _share(self, eval_set: EvalSet, per_device: int) -> _Share:
+    def _share(self, eval_set: EvalSet, cut: Cut) -> _Share:
         samples = eval_set.samples
         rows = Units.singles(np.arange(len(samples), dtype=np.int64))
-        dp_rank, dp_size = self.meshes.dp_rank, self.meshes.dp_size
-        split = split_over_ranks(rows, dp_rank=dp_rank, dp_size=dp_size, per_device=per_device)
+        split = cut.share(
+            rows, lambda row: doc_lens_of(samples, row[0]),
+            dp_rank=self.meshes.dp_rank, dp_size=self.meshes.dp_size,
+        )  # fmt: skip
         batches = [[row for unit in batch for row in unit] for batch in split]
         labelled = tokens = 0
         documents: list[int] = []

@@ -16,7 +16,8 @@ from shardyard.checkpoint.in_use import held, refuse_if_in_use
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, layout_of
 from shardyard.data.batches import BatchLoader
-from shardyard.data.build import RunData, build_run_data
+from shardyard.data.build import RunData, build_run_data, longest_unit
+from shardyard.data.cut import Cut, tell_of_long_units
 from shardyard.data.leader import Role
 from shardyard.data.sampler import Sampler
 from shardyard.data.templates import build_template
@@ -24,6 +25,7 @@ from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import (
     Device,
     ProcessGroup,
+    copy_stream,
     detect_device,
     local_ranks,
     start_process_group,
@@ -32,6 +34,7 @@ from shardyard.errors import EXIT_SAVED, UserError
 from shardyard.models import (
     BuiltModel,
     Convert,
+    LossOptions,
     Placement,
     build_model,
     load_model_config,
@@ -40,12 +43,13 @@ from shardyard.models import (
 )
 from shardyard.models.table import startup_table
 from shardyard.monitor import Monitor, log_run_start
-from shardyard.optim import Schedule, build_optimizer
+from shardyard.ops.table import operator_lines
+from shardyard.optim import Schedule, build_optimizer, state_bytes_here
 from shardyard.parallel import Meshes, RoutingOptions, build_meshes, build_routing
 from shardyard.train.differences import RunFacts, check_schedule
 from shardyard.train.evaluation import Evaluator
 from shardyard.train.exporting import Exporter, named_template
-from shardyard.train.reports import data_lines, log_lines, report_config, report_space
+from shardyard.train.reports import data_lines, group_report, log_lines, report_config, report_space
 from shardyard.train.resume import restore
 from shardyard.train.run_folder import (
     claim_output_dir,
@@ -175,16 +179,22 @@ def _build(
     _check_fit(data, model_config.get_text_config())
     logger.info("> Building FSDP2 Model...")
     meshes = build_meshes(layout, device.type)
-    placement = Placement(config.parallel, meshes, device)
+    placement = Placement(
+        config.parallel, meshes, device, optimization=config.optimization,
+        loss=LossOptions.of(config.training, config.optimization),
+    )  # fmt: skip
     built = build_model(
         config.model, model_config, source, placement, seed=config.training.seed, read_weights=read_weights
     )
     options = RoutingOptions.of(config.training, config.optimization)
     built.model.routing = build_routing([built.model], meshes, options)
     logger.info("> Building Optimizer...")
-    optimizer = build_optimizer(built.model, config.training)
+    optimizer = build_optimizer(built.model, config.training, meshes)
     exporter = Exporter(config, built, tokenizer)
-    log_lines(startup_table(built, meshes, group, optimizer, exporter.dtype))
+    state = state_bytes_here(optimizer)
+    log_lines(startup_table(built, meshes, group, optimizer, exporter.dtype, state_bytes=state))
+    log_lines(group_report(built.model, config.training, meshes, group))
+    log_lines(operator_lines(built.operators))
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
     return _Parts(loaded, device, group, meshes, data, built, optimizer, exporter)
@@ -235,7 +245,8 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
         per_device=training.per_device_train_batch_size, start_cursor=state.cursor, start_step=state.step,
         num_workers=training.dataloader_num_workers, prefetch_factor=training.dataloader_prefetch_factor,
         pin_memory=training.dataloader_pin_memory, persistent_workers=training.dataloader_persistent_workers,
-        merge_packs=parts.data.merge_packs,
+        merge_packs=parts.data.merge_packs, cut=_cut(parts, pp=meshes.layout.pp),
+        copies=copy_stream(parts.device),
     )  # fmt: skip
     evaluator = _evaluator(parts)
     _agree(parts.group, "run folder", lambda: _claim(parts.loaded))
@@ -257,7 +268,10 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
     log_run_start(
         num_examples=sampler.units_per_epoch, num_epochs=_num_epochs(schedule, sampler),
         total_batch_size=sampler.global_batch,
-        gradient_accumulation_steps=training.gradient_accumulation_steps, total_steps=schedule.total,
+        gradient_accumulation_steps=(
+            training.gradient_accumulation_steps if training.max_tokens_per_micro_batch is None else None
+        ),
+        total_steps=schedule.total,
     )  # fmt: skip
     saver = Saver(
         start.store, training, sampler, built.model, parts.optimizer, asdict(start.facts), state.step,
@@ -272,14 +286,22 @@ def _claim(loaded: Loaded) -> str:
     return claim_output_dir(loaded)
 
 
+def _cut(parts: _Parts, *, pp: int = 1) -> Cut:
+    built = parts.built
+    hidden_size = built.model.config.get_text_config().hidden_size
+    alone = built.unpacked is not None
+    return Cut.of(parts.loaded.config.training, hidden_size=hidden_size, pp=pp, alone=alone)
+
+
 def _evaluator(parts: _Parts) -> Evaluator | None:
     training, built = parts.loaded.config.training, parts.built
+    rows = training.per_device_eval_batch_size
     if not parts.data.evals:
         return None
     return Evaluator(
         built.model, parts.group, parts.device, parts.data.evals, meshes=parts.meshes,
-        per_device=training.per_device_eval_batch_size or training.per_device_train_batch_size,
-        packed=built.unpacked is None,
+        per_device=rows or training.per_device_train_batch_size, packed=built.unpacked is None,
+        cut=_cut(parts) if rows is None else None,
     )  # fmt: skip
 
 
@@ -303,6 +325,7 @@ def _build_data(
         local_ranks=local_ranks(), vocab_size=vocab_size,
     )  # fmt: skip
     log_lines(data_lines(data))
+    tell_of_long_units(longest_unit(config, data), config.training.max_tokens_per_micro_batch)
     return data
 
 

@@ -147,8 +147,21 @@ class TrainingConfig(Section):
     )
     calculate_per_token_loss: bool = setting(
         False,
-        "Kept for the reference's files: the loss is always a mean over the global batch's tokens.",
-        "为兼容参考配置而保留：损失总是全局批次的词元平均。",
+        "Scale the loss by the number of trained tokens in the global batch; this is always done.",
+        "按全局批次中参与训练的词元数缩放损失；总是如此。",
+    )
+    z_loss_coef: float = setting(
+        0.0,
+        "Weight of the square of a token's log-sum-exp, which keeps logits from drifting.",
+        "每个词元 log-sum-exp 平方项的系数，抑制 logits 漂移。",
+        ge=0,
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "Share of a target's weight that is spread evenly over all words.",
+        "从目标词均匀分给所有词的权重份额。",
+        ge=0,
+        lt=1,
     )
     save_steps: int = setting(
         500, "Updates between checkpoints; 0 or less is never.", "检查点间隔步数；≤0 表示不按步保存。"

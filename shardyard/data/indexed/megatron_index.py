@@ -89,7 +89,7 @@ class MegatronSamples:
             "eod_mask_loss": eod_mask_loss,
         }
         _check_request(prefixes, weights, num_samples, cutoff_len, seed)
-        self._reset = reset_attention_mask
+        self._reset, self._cutoff_len = reset_attention_mask, cutoff_len
         self._eod_id = eod_id
         self._eod_mask_loss = eod_mask_loss
         shares = None if weights is None else normalised(weights)
@@ -125,6 +125,10 @@ class MegatronSamples:
         """Where documents end in a sample: how many of its inputs there are up to each end, ascending."""
         text, ends = self._read(index)
         return ends[ends < len(text)]
+
+    def doc_lens(self, index: int) -> Sequence[int]:
+        """The documents of a sample; only where they do not see each other are tokens read for it."""
+        return self[index].doc_lens if self._reset else (self._cutoff_len,)
 
     def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= index < self._length:

@@ -14,6 +14,7 @@ the next window is two segments: its second part does not see the first one and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ class TokenStream:
         parts = [self._tokens[low + shift : high + shift] for low, high, shift in places]
         return np.concatenate(parts).astype(np.int32, copy=False), np.unique(ends[ends <= end] - begin)
 
+    def ends(self, begin: int, end: int) -> np.ndarray:
+        """Where pieces end among the tokens [begin, end), as `read` gives them, without reading them."""
+        first = int(np.searchsorted(self._ends, begin, side="right"))
+        last = int(np.searchsorted(self._ends, end, side="right"))
+        return np.unique(self._ends[first:last] - begin)
+
 
 def window_sample(
     text: np.ndarray, document_ends: np.ndarray, *, reset_attention_mask: bool, ignore_ends: bool
@@ -80,9 +87,14 @@ def window_sample(
         labels[ends - 1] = IGNORE_INDEX
     if not reset_attention_mask:
         return Sample(input_ids, labels, (len(input_ids),))
-    if not len(ends) or ends[-1] < len(input_ids):
-        ends = np.append(ends, len(input_ids))
-    return Sample(input_ids, labels, tuple(np.diff(ends, prepend=0).tolist()))
+    return Sample(input_ids, labels, segments(ends, len(input_ids)))
+
+
+def segments(ends: np.ndarray, length: int) -> tuple[int, ...]:
+    """The lengths of the parts of ``length`` tokens that ``ends`` (ascending, from 1) part."""
+    if not len(ends) or ends[-1] < length:
+        ends = np.append(ends, length)
+    return tuple(np.diff(ends, prepend=0).tolist())
 
 
 class WindowSamples:
@@ -139,11 +151,22 @@ class WindowSamples:
         text, ends = self._read(index)
         return ends[ends < len(text)]
 
+    def doc_lens(self, index: int) -> Sequence[int]:
+        """The documents of a window, without reading its tokens."""
+        begin, end = self._bounds(index)
+        if not self._reset:
+            return (end - begin - 1,)
+        return segments(self._stream.ends(begin, end - 1), end - begin - 1)
+
     def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._stream.read(*self._bounds(index))
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        """Where a window's tokens, inputs and the last target, begin and end in the stream."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         begin = index * self._cutoff_len
-        return self._stream.read(begin, min(begin + self._cutoff_len + 1, self.num_tokens))
+        return begin, min(begin + self._cutoff_len + 1, self.num_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, self._arguments

@@ -53,14 +53,8 @@ class PackedSamples:
         return len(self._input_ids)
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        mask = self._mask.sequence(index)
-        filled = np.flatnonzero(mask)
-        length = int(filled[-1]) + 1 if len(filled) else 0
-        if not length:
-            raise UserError(f"{self._mask.prefix}: sequence {index} is padding alone; preprocess again")
-        ends = np.append(np.flatnonzero(np.diff(mask[:length])) + 1, length)
+        ends = self._ends(index)
+        length = int(ends[-1])
         labels = np.full(length, IGNORE_INDEX, np.int32)
         labels[:-1] = self._labels.sequence(index)[1:length]
         labels[ends - 1] = IGNORE_INDEX
@@ -69,6 +63,21 @@ class PackedSamples:
             labels,
             tuple(np.diff(ends, prepend=0).tolist()),
         )
+
+    def doc_lens(self, index: int) -> tuple[int, ...]:
+        """The documents of a sequence; of its three parts only the mask is read for it."""
+        return tuple(np.diff(self._ends(index), prepend=0).tolist())
+
+    def _ends(self, index: int) -> np.ndarray:
+        """Where its documents end, ascending; the last is its length without padding."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        mask = self._mask.sequence(index)
+        filled = np.flatnonzero(mask)
+        length = int(filled[-1]) + 1 if len(filled) else 0
+        if not length:
+            raise UserError(f"{self._mask.prefix}: sequence {index} is padding alone; preprocess again")
+        return np.append(np.flatnonzero(np.diff(mask[:length])) + 1, length)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedSamples, (self.prefix,)

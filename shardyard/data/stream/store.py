@@ -37,11 +37,20 @@ class StreamStore:
 
     def __getitem__(self, number: int) -> Sample:
         """Raises IndexError where the stream has no such sample."""
+        window, sample = self._locate(number)
+        return window.sample(sample)
+
+    def doc_lens(self, number: int) -> tuple[int, ...]:
+        """The documents of a sample, without reading its tokens."""
+        window, sample = self._locate(number)
+        return window.doc_lens(sample)
+
+    def _locate(self, number: int) -> tuple[Window, int]:
         epoch, window, sample = place(number)
         found = self._cache.get(epoch, window)
         if found is None:
             raise IndexError(f"epoch {epoch} has no window {window}")
-        return found.sample(sample)
+        return found, sample
 
     def window(self, number: int) -> Window | None:
         """A window of the first epoch, made now if it is absent; None past the epoch's end."""

@@ -60,15 +60,16 @@ class Window:
 
     def sample(self, number: int) -> Sample:
         """One of its samples; the arrays are views."""
+        doc_lens = self.doc_lens(number)
+        tokens = slice(*self._arrays["offsets"][number : number + 2].tolist())
+        return Sample(self._arrays["input_ids"][tokens], self._arrays["labels"][tokens], doc_lens)
+
+    def doc_lens(self, number: int) -> tuple[int, ...]:
+        """The documents of one of its samples, without reading its tokens."""
         if not 0 <= number < self.num_samples:
             raise IndexError(f"sample {number} of {self.num_samples}")
-        tokens = slice(*self._arrays["offsets"][number : number + 2].tolist())
         documents = slice(*self._arrays["doc_offsets"][number : number + 2].tolist())
-        return Sample(
-            self._arrays["input_ids"][tokens],
-            self._arrays["labels"][tokens],
-            tuple(self._arrays["doc_lens"][documents].tolist()),
-        )
+        return tuple(self._arrays["doc_lens"][documents].tolist())
 
 
 def write_window(path: Path, made: TokenisedWindow) -> None:
