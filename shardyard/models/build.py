@@ -22,9 +22,11 @@ from shardyard.errors import UserError
 from shardyard.models import packing
 from shardyard.models.block_fp8 import take_block_size
 from shardyard.models.causal_lm import Placement, base_class, trainable_class
+from shardyard.models.head import check_head
 from shardyard.models.source import ModelSource
 from shardyard.models.weights import ReadWeights, from_files, from_seed, read_checkpoint, without_weights
 from shardyard.ops import DOCUMENTS_ATTENTION
+from shardyard.ops.registry import Row
 from shardyard.parallel import Precision, matches
 from shardyard.parallel.pipeline import (
     PipelineModel,
@@ -46,7 +48,7 @@ class BuiltModel:
     """``model(input_ids, position_ids, labels, doc_lens)`` gives the loss sum; see models/causal_lm.py.
 
     ``source`` is the folder of its config.json. ``unpacked`` says why the documents of a micro-batch need a
-    forward each; None when they share one.
+    forward each; None when they share one. ``operators``: what runs for each operation.
     """
 
     model: Any
@@ -54,6 +56,7 @@ class BuiltModel:
     source: Path
     precision: Precision
     unpacked: str | None
+    operators: tuple[Row, ...] = ()
 
 
 def build_model(
@@ -111,7 +114,8 @@ def build_model(
     unpacked = refused or _self_test(model, config, precision, device)
     if unpacked:
         _refuse_sharing(unpacked, placement.meshes.layout)
-    return BuiltModel(model, config, source.config, precision, unpacked)
+    check_head(model, config, placement.loss, precision.compute, device, packed=unpacked is None)
+    return BuiltModel(model, config, source.config, precision, unpacked, _operators(model))
 
 
 def _refuse_sharing(unpacked: str, layout: Layout) -> None:
@@ -183,6 +187,11 @@ def _leave_grouped_kernel(config: Any, precision: Precision) -> None:
     if odd:
         logger.info("experts run one by one: %s is no multiple of 16 bytes, as torch's kernel wants", odd)
         config._experts_implementation = "eager"
+
+
+def _operators(model: Any) -> tuple[Row, ...]:
+    """What runs in this rank's part of the model."""
+    return (model.stages[0] if isinstance(model, PipelineModel) else model).operators
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,11 +22,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
 
-from shardyard.config import ParallelConfig
+from shardyard.config import OptimizationConfig, ParallelConfig
 from shardyard.device import Device
 from shardyard.errors import UserError
+from shardyard.models.head import LossHead, LossOptions, amplified
+from shardyard.ops.apply import apply_operators
+from shardyard.ops.registry import Row, Situation
+from shardyard.ops.uncompiled import DocumentLengths, leave_attention_out_of_graphs
 from shardyard.ops.vocabulary import IGNORED, cross_entropy_sum, gather_vocabulary
-from shardyard.parallel import Meshes, apply_parallelism
+from shardyard.parallel import EAGER, Compilation, Meshes, Precision, apply_parallelism
 from shardyard.parallel.experts.routing import Routing
 from shardyard.parallel.pipeline import Stage, prune, tied_weight_shared
 from shardyard.parallel.sequence import SequenceLayout, SequenceShare
@@ -39,6 +43,9 @@ class Placement:
     parallel: ParallelConfig
     meshes: Meshes
     device: Device
+    compilation: Compilation = EAGER
+    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
+    loss: LossOptions = LossOptions()
 
     @cached_property
     def sequence(self) -> SequenceLayout:
@@ -61,6 +68,10 @@ class TrainableCausalLM:
     """None for a whole model; else the constructor leaves what this pipeline stage owns."""
     routing: Routing | None = None
     """Set once the model is built; None for one without routers."""
+    loss_head: LossHead | None = None
+    """None for a pipeline stage before the last."""
+    operators: tuple[Row, ...] = ()
+    """What runs for each operation."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,10 +96,19 @@ class TrainableCausalLM:
         model._is_distributed_loading_by_transformers = True
         model._tp_size, model._fsdp_size = distributed_config.tp_size, distributed_config.fsdp_size
         placement = cls.placement
+        if placement.compilation:
+            leave_attention_out_of_graphs()
+        dtype = Precision.of(placement.parallel, placement.device).compute
+        situation = Situation(placement.device.torch_device, dtype, bool(placement.compilation))
+        model.operators = apply_operators(model, placement.optimization, situation)
         # FSDP has to see a tied weight as one parameter of two modules; the loader ties it once more.
         model.tie_weights(recompute_mapping=False)
+        if model.stage is None or model.stage.is_last:
+            model.loss_head = LossHead.of(model, placement.loss, placement.meshes.tp_group)
         with tied_weight_shared(model):
-            return apply_parallelism(model, placement.parallel, placement.meshes, placement.device)
+            return apply_parallelism(
+                model, placement.parallel, placement.meshes, placement.device, placement.compilation
+            )
 
     def forward(
         self,
@@ -99,12 +119,14 @@ class TrainableCausalLM:
         is_filler: bool = False,
         local_tokens: int | None = None,
     ) -> torch.Tensor:
-        """This rank's part of the sum of the cross entropy over labelled positions, fp32 [].
+        """This rank's part of the sum of the loss over labelled positions, fp32 []: the cross entropy, in
+        training with the terms of `LossOptions`.
 
         ``input_ids``, ``position_ids``, ``labels`` are the micro-batch, [1, T], the same on all ranks that
         share it; labels are targets, shifted already, -100 where nothing is trained. Each cp rank sums over
-        its own tokens, all tp ranks get the same number. Logits exist at labelled positions only. With
-        ``labels`` None: all logits [1, T, V], on every rank. A filler's tokens count for no router.
+        its own tokens, all tp ranks get the same number. Logits exist at labelled positions only, and a few
+        rows at a time (`HeadLoss`). With ``labels`` None: all logits [1, T, V], on every rank. A filler's
+        tokens count for no router.
 
         In a pipeline the tokens are padded to ``local_tokens`` on each rank; what enters a later stage as
         ``input_ids``, and leaves one before the last, are hidden states [1, local_tokens / tp, H].
@@ -114,6 +136,8 @@ class TrainableCausalLM:
             raise ValueError("ranks share a micro-batch by its documents, and their lengths are not given")
         share = self.placement.sequence.share(doc_lens or (position_ids.shape[1],), local_tokens)
         extra: dict[str, Any] = share.attention_kwargs() if doc_lens is not None else {}
+        if self.placement.compilation:
+            extra = DocumentLengths.hidden(extra)
         extra |= {"position_ids": share.cut_positions(position_ids), "use_cache": False}
         first, last = self.stage is None or self.stage.is_first, self.stage is None or self.stage.is_last
         extra |= {"input_ids": share.cut(input_ids, 0)} if first else {"inputs_embeds": input_ids}
@@ -125,18 +149,32 @@ class TrainableCausalLM:
     def _loss_sum(
         self, share: SequenceShare, labels: torch.Tensor | None, arguments: dict[str, Any]
     ) -> torch.Tensor:
-        """The family's own forward, and the loss or all logits; as `forward` says."""
-        targets = None if labels is None else share.cut(labels, IGNORED)[0]
-        keep = 0 if targets is None else torch.nonzero(targets != IGNORED).squeeze(-1)
+        """Body and output layer, and the loss or all logits; as `forward` says."""
+        model: Any = self
+        head, layer = self.loss_head, model.get_output_embeddings()
+        assert head is not None
+        if labels is None:
+            return self._whole(self._own_logits(arguments), share)
+        if head.checking:
+            with amplified(model.base_model):
+                hidden = model.base_model(**arguments).last_hidden_state
+                return head.difference(layer, hidden, self._own_logits(arguments))
+        targets = share.cut(labels, IGNORED)[0]
+        keep = torch.nonzero(targets != IGNORED).squeeze(-1)
+        targets = targets.index_select(0, keep)
+        if head.unsuited is not None:
+            logits = self._own_logits(arguments, keep)[0]
+            terms = head.terms(training=model.training)
+            return cross_entropy_sum(logits, targets, self.placement.meshes.tp_group, terms)
+        hidden = model.base_model(**arguments).last_hidden_state[0].index_select(0, keep)
+        return head.loss_sum(layer, hidden, targets, training=model.training)
+
+    def _own_logits(self, arguments: dict[str, Any], keep: torch.Tensor | None = None) -> torch.Tensor:
+        """[1, L, V/tp] of the family's own forward at the positions ``keep`` [L], or at all."""
         keeps = _keeps_logits(type(self))
-        if keeps:
-            arguments["logits_to_keep"] = keep
-        outputs = super().forward(**arguments)  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
-        if targets is None:
-            return self._whole(outputs.logits, share)
-        assert isinstance(keep, torch.Tensor)
-        logits = outputs.logits[0] if keeps else outputs.logits[0].index_select(0, keep)
-        return cross_entropy_sum(logits, targets.index_select(0, keep), self.placement.meshes.tp_group)
+        extra = {"logits_to_keep": 0 if keep is None else keep} if keeps else {}
+        logits = super().forward(**arguments, **extra).logits  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+        return logits if keeps or keep is None else logits.index_select(1, keep)
 
     def _routed(
         self, share: SequenceShare, device: torch.device, is_filler: bool

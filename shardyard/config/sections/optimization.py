@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from shardyard.config.sections.base import Section, Switch, setting
+
+RmsNorm = Literal["auto", "lean", "torch", "liger", "npu"] | bool
+SwiGlu = Literal["auto", "lean_down", "lean", "liger", "npu"] | bool
 
 
 def _switch(meaning: str, zh: str) -> Switch:
@@ -12,7 +17,13 @@ def _switch(meaning: str, zh: str) -> Switch:
 class OptimizationConfig(Section):
     """Operator switches: ``auto`` takes the fast one where it exists and passes its check."""
 
-    use_fused_rmsnorm: Switch = _switch("Fused RMSNorm.", "融合 RMSNorm。")
+    use_fused_rmsnorm: RmsNorm = _switch(
+        "Fused RMSNorm; see docs/operators.md.", "融合 RMSNorm，见 docs/operators.md。"
+    )
+    use_fused_swiglu: SwiGlu = _switch(
+        "Fused gate and product of the gated MLP; see docs/operators.md.",
+        "融合门控 MLP 的激活与乘积，见 docs/operators.md。",
+    )
     moe_grouped_gemm: Switch = _switch("Grouped matrix product of the experts.", "专家分组矩阵乘。")
     use_fused_rotary_pos_emb: Switch = _switch("Fused rotary position embedding.", "融合旋转位置编码。")
     use_flash_attn: Switch = _switch("Fused attention.", "融合注意力。")
@@ -46,7 +57,7 @@ class OptimizationConfig(Section):
     )
     chunk_loss_size: int | None = setting(
         None,
-        "Tokens whose logits exist at a time in the loss; null keeps all labelled ones.",
-        "计算损失时同时保留 logits 的词元数；null 表示全部有标签的词元。",
+        "Trained tokens whose logits exist at a time in the loss; null takes as many as fit a bound.",
+        "计算损失时同时保留 logits 的训练词元数；null 表示在内存上限内取尽可能多。",
         ge=1,
     )
