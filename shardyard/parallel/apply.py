@@ -10,6 +10,7 @@ from typing import Any
 from shardyard.config import ParallelConfig
 from shardyard.device import Device
 from shardyard.parallel.chunks import apply_chunks
+from shardyard.parallel.compile import EAGER, Compilation, apply_compile
 from shardyard.parallel.experts.split import apply_expert_parallel
 from shardyard.parallel.fsdp import apply_fsdp
 from shardyard.parallel.meshes import Meshes
@@ -17,8 +18,14 @@ from shardyard.parallel.recompute import apply_recompute
 from shardyard.parallel.tensor import apply_tensor_parallel
 
 
-def apply_parallelism(model: Any, parallel: ParallelConfig, meshes: Meshes, device: Device) -> Any:
-    """Split layers, split experts, what is computed again or piece by piece, shards.
+def apply_parallelism(
+    model: Any,
+    parallel: ParallelConfig,
+    meshes: Meshes,
+    device: Device,
+    compilation: Compilation = EAGER,
+) -> Any:
+    """Split layers, split experts, what is compiled, computed again or piece by piece, shards.
 
     Context parallelism is not here: it changes no module, only what a rank's forward reads and how its
     attention works (parallel/sequence.py, ops/context). Pipeline stages are cut when a model is constructed
@@ -31,6 +38,7 @@ def apply_parallelism(model: Any, parallel: ParallelConfig, meshes: Meshes, devi
         apply_tensor_parallel(model, parallel, meshes)
     if meshes.layout.ep > 1:
         apply_expert_parallel(model, parallel, meshes)
+    apply_compile(model, compilation)
     apply_recompute(model, parallel)
     apply_chunks(model, parallel, meshes)
     apply_fsdp(model, parallel, meshes, device)
