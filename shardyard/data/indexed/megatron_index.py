@@ -128,7 +128,11 @@ class MegatronSamples:
 
     def doc_lens(self, index: int) -> Sequence[int]:
         """The documents of a sample; only where they do not see each other are tokens read for it."""
-        return self[index].doc_lens if self._reset else (self._cutoff_len,)
+        if self._reset:
+            return self[index].doc_lens
+        if not 0 <= index < self._length:
+            raise IndexError(f"sample {index} of {self._length}")
+        return (self._cutoff_len,)
 
     def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= index < self._length:
