@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from shardyard.config.data_rules import check_data, without_effect
 from shardyard.config.later import LATER
 from shardyard.config.model_shape import ModelShape
+from shardyard.config.parameter_groups import group_rules
 from shardyard.config.schema import FIELDS, Config, get
 from shardyard.config.sections.base import Switch
+from shardyard.config.sections.parallel import RecomputeMode
 from shardyard.config.source import Notes, Place
 from shardyard.config.support import NEVER, pairs_in_use
 
 SWITCHES = tuple(path for path, info in FIELDS.items() if info.annotation == Switch)
+_CONSTANT = ("constant", "constant_with_warmup")
 _DSA = ("use_sparse_flash_attn", "use_fused_lightning_indexer", "use_fused_lightning_indexer_loss")
 _DSA_IDS = ("dsv32", "deepseek_v32", "deepseek_v4")
 
@@ -66,6 +69,7 @@ def apply_rules(checked: Checked) -> dict[str, Derived]:
     _check_support(checked)
     check_data(checked)
     _check_run(checked)
+    _check_memory(checked)
     _check_operators(checked)
     _warn_of_long_warmup(checked)
     _warn_without_effect(checked)
@@ -122,12 +126,14 @@ def _check_run(checked: Checked) -> None:
             ("training.warmup_steps", "training.warmup_ratio"),
             "training.warmup_steps and training.warmup_ratio are both set; keep one",
         )
-    decays = training.lr_scheduler_type != "constant"
+    decays = training.lr_scheduler_type not in _CONSTANT
     if decays and "training.min_lr" in checked.places and training.min_lr > training.lr:
         checked.fault(
             ("training.min_lr", "training.lr"),
             f"training.min_lr {training.min_lr:g} is above training.lr {training.lr:g}; lower it",
         )
+    _check_parameter_groups(checked)
+    _check_loss(checked)
     _check_saving(checked)
     resume = training.resume_from_checkpoint
     if training.overwrite_output_dir and resume is not None:
@@ -140,6 +146,23 @@ def _check_run(checked: Checked) -> None:
             )
 
 
+def _check_loss(checked: Checked) -> None:
+    training, path = checked.config.training, "training.calculate_per_token_loss"
+    if path in checked.places and not training.calculate_per_token_loss and training.stage == "pt":
+        checked.warn(
+            path,
+            "false has no effect: the loss is a mean over the global batch's trained tokens, since a mean of "
+            "the micro-batches' means would change with the way a batch is split",
+        )
+
+
+def _check_parameter_groups(checked: Checked) -> None:
+    try:
+        group_rules(checked.config.training)
+    except ValueError as error:
+        checked.fault(("training.parameter_groups",), str(error))
+
+
 def _check_saving(checked: Checked) -> None:
     training = checked.config.training
     every, saves = training.export_steps, training.save_steps
@@ -149,6 +172,14 @@ def _check_saving(checked: Checked) -> None:
             f"training.export_steps {every} is no multiple of training.save_steps {saves}, and an export "
             "stands beside a checkpoint; make it one, or set it to 0",
         )
+
+
+def _check_memory(checked: Checked) -> None:
+    path, modes = "parallel.recompute_modules", get_args(RecomputeMode)
+    for entry in checked.config.parallel.recompute_modules:
+        if isinstance(entry, dict) and (entry.keys() != {"pattern", "mode"} or entry["mode"] not in modes):
+            wanted = f"{{pattern: ..., mode: {' | '.join(modes)}}}"
+            checked.fault((path,), f"{entry} is no entry; write a pattern, or {wanted}")
 
 
 def _check_operators(checked: Checked) -> None:
@@ -171,15 +202,18 @@ def _check_operators(checked: Checked) -> None:
             checked.fault(
                 (path, "model.model_id"), f"is for model.model_id {', '.join(ids)} only; leave it at auto"
             )
-    if optimization.chunk_loss_size is not None:
-        checked.warn("optimization.chunk_loss_size", "uses the plain path until the speed release")
 
 
 _NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = (
     (
-        lambda config: not config.parallel.recompute,
+        lambda config: config.parallel.recompute_mode == "none",
         "parallel.recompute is false",
         ("parallel.recompute_modules",),
+    ),
+    (
+        lambda config: "selective" not in config.parallel.recompute_modes,
+        "no module recomputes selectively (parallel.recompute: selective)",
+        ("parallel.recompute_operators",),
     ),
     (
         lambda config: config.parallel.cp_size == 1,
@@ -222,9 +256,39 @@ _NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = 
         ("training.dataloader_prefetch_factor", "training.dataloader_persistent_workers"),
     ),
     (
-        lambda config: config.training.lr_scheduler_type == "constant",
+        lambda config: config.training.lr_scheduler_type in _CONSTANT,
         "training.lr_scheduler_type is constant",
         ("training.min_lr",),
+    ),
+    (
+        lambda config: config.training.lr_scheduler_type not in ("wsd", "warmup_stable_decay"),
+        "training.lr_scheduler_type is not wsd",
+        ("training.lr_wsd_decay_ratio", "training.lr_wsd_decay_style"),
+    ),
+    (
+        lambda config: config.training.lr_scheduler_type != "cosine_with_restarts",
+        "training.lr_scheduler_type is not cosine_with_restarts",
+        ("training.lr_num_cycles",),
+    ),
+    (
+        lambda config: config.training.lr_scheduler_type != "polynomial",
+        "training.lr_scheduler_type is not polynomial",
+        ("training.lr_power",),
+    ),
+    (
+        lambda config: config.training.optimizer != "muon",
+        "training.optimizer is not muon",
+        tuple(path for path in FIELDS if path.startswith("training.muon_")),
+    ),
+    (
+        lambda config: config.training.optimizer != "lion",
+        "training.optimizer is not lion",
+        ("training.lion_beta1", "training.lion_beta2"),
+    ),
+    (
+        lambda config: config.training.optimizer == "lion",
+        "training.optimizer is lion",
+        ("training.adam_beta1", "training.adam_beta2", "training.adam_epsilon"),
     ),
     (
         lambda config: not config.training.save_hf_weights and not config.training.export_steps,
@@ -275,7 +339,7 @@ def _derive(checked: Checked) -> dict[str, Derived]:
     derived: dict[str, Derived] = {}
     if training.warmup_steps is not None and "training.warmup_ratio" not in checked.places:
         derived["training.warmup_ratio"] = Derived(0.0, "training.warmup_steps")
-    decays = training.lr_scheduler_type != "constant"
+    decays = training.lr_scheduler_type not in _CONSTANT
     if decays and training.min_lr > training.lr and "training.min_lr" not in checked.places:
         derived["training.min_lr"] = Derived(training.lr, "training.lr")
         checked.warn(

@@ -118,8 +118,23 @@ FEATURES: dict[str, Feature] = {
     "label_smoothing": Feature(
         "label smoothing", "training.label_smoothing", lambda c, _: c.training.label_smoothing > 0
     ),
+    "small_states": Feature(
+        "optimizer_state_dtype other than fp32",
+        "training.optimizer_state_dtype",
+        lambda c, _: c.training.optimizer_state_dtype != "fp32",
+    ),
+    "no_adamw": Feature(
+        "an optimizer other than AdamW",
+        "training.optimizer",
+        lambda c, _: c.training.optimizer not in ("adamw", "fused_adamw"),
+    ),
     "bf16_reduce": Feature(
         "reduce_dtype: bf16", "parallel.reduce_dtype", lambda c, _: c.parallel.reduce_dtype == "bf16"
+    ),
+    "parameter_groups": Feature(
+        "parameter_groups",
+        "training.parameter_groups",
+        lambda c, _: c.training.parameter_groups is not None,
     ),
     "validation": Feature("validation", "data.eval_dataset", _validates),
     "best": Feature(
@@ -213,6 +228,9 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("token_budget", "one_document"): Verdict(
         "no effect",
         "each document has a forward of its own, so memory goes by the longest document",
+    ),
+    ("small_states", "no_adamw"): Verdict(
+        "refused", "only AdamW's moments come in other types; the other optimizers' state is smaller as it is"
     ),
     ("enable_chunk_batch", "ignored_modules"): Verdict(
         "in part", "a module that runs in pieces may not hold one that stays whole"

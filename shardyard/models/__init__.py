@@ -3,12 +3,14 @@
 from shardyard.models.build import BuiltModel, build_model
 from shardyard.models.causal_lm import Placement
 from shardyard.models.converted import Convert
+from shardyard.models.head import LossOptions
 from shardyard.models.source import ModelSource, load_model_config, resolve_source, tokenizer_options
 from shardyard.models.weights import ReadWeights
 
 __all__ = [
     "BuiltModel",
     "Convert",
+    "LossOptions",
     "ModelSource",
     "Placement",
     "ReadWeights",

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from shardyard.config.families import PACKED
+from shardyard.models.probe import probing
 
 # These choose their frequencies from the longest position they see, so a document's numbers would depend on
 # which others share its forward.
@@ -43,7 +43,6 @@ def _rope_types(config: Any) -> set[str]:
     return {str(found) for one in sets if (found := one.get("rope_type"))}
 
 
-@torch.no_grad()
 def leak(model: Any, *, vocab_size: int, device: torch.device) -> float:
     """The self-test: largest difference of packed and separate logits, relative to the largest logit.
 
@@ -52,18 +51,9 @@ def leak(model: Any, *, vocab_size: int, device: torch.device) -> float:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (1, 12), generator=generator).to(device)
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None].to(device)
-    was_training = model.training
-    model.eval()
-    try:
+    with probing(model):
         packed = model(input_ids=tokens, position_ids=positions, doc_lens=(7, 5)).float()
         first = model(input_ids=tokens[:, :7], position_ids=positions[:, :7], doc_lens=(7,)).float()
         second = model(input_ids=tokens[:, 7:], position_ids=positions[:, 7:], doc_lens=(5,)).float()
-    finally:
-        model.train(was_training)
-        # A forward without a backward leaves modules gathered, the root for one; whoever lists the
-        # parameters next (the optimizer) must find the sharded ones.
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
     alone = torch.cat([first, second], dim=1)
     return ((packed - alone).abs().max() / alone.abs().max().clamp_min(1e-12)).item()

@@ -128,8 +128,7 @@ def test_the_pretraining_shape_loads_with_its_values(tmp_path: Path) -> None:
 def test_the_pretraining_shape_warns_only_of_what_differs(tmp_path: Path) -> None:
     warned = {w.split("  ")[-1].split(":")[0] for w in _load(tmp_path, PRETRAIN, "data.dataset=x").warnings}
     assert warned == {
-        "model.tokenizer_name_or_path", "optimization.use_fused_rmsnorm", "optimization.use_flash_attn",
-        "optimization.chunk_loss_size",
+        "model.tokenizer_name_or_path", "optimization.use_flash_attn",
     }  # fmt: skip
 
 

@@ -86,13 +86,13 @@ def test_values_out_of_range_are_refused_by_name(tmp_path: Path, setting: str) -
 
 
 def test_all_rules_speak_at_once(tmp_path: Path) -> None:
-    text = "training:\n  max_steps: 0\n  seed: x\n  optimizer: muon\ndata:\n  val_size: 1.0\n"
+    text = "training:\n  max_steps: 0\n  seed: x\n  mtp_loss_scaling_factor: 0.5\ndata:\n  val_size: 1.0\n"
     assert fault_of(tmp_path, text).split("\n  ")[1:] == [
         "run.yaml:2:14  training.max_steps: 0 would train nothing; "
         "give a number of updates, or -1 for epochs",
         "run.yaml:3:9  training.seed: 'x' is not a whole number",
-        "run.yaml:4:14  training.optimizer: muon asks for the Muon optimizer "
-        "which comes with a later release; use another value",
+        "run.yaml:4:28  training.mtp_loss_scaling_factor: 0.5 asks for multi-token prediction "
+        "which comes with a later release; use its default, 0.3",
         "run.yaml:6:13  data.val_size: 1.0 is neither a share (below 1) nor a number of samples; "
         "write 0.1 for a tenth, or 1 for one sample",
     ]
@@ -149,8 +149,8 @@ def _warnings(tmp_path: Path, text: str) -> list[str]:
             "data.mask_history: has no effect while training.stage is pt",
         ),
         (
-            "optimization: {chunk_loss_size: 1024}",
-            "optimization.chunk_loss_size: uses the plain path until the speed",
+            "data: {data_manager_type: mg}\ntraining: {stage: pt, calculate_per_token_loss: false}",
+            "training.calculate_per_token_loss: false has no effect: the loss is a mean over the global",
         ),
         (
             "data: {ignore_pad_token_for_loss: false}",

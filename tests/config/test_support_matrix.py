@@ -51,6 +51,7 @@ ASK: dict[str, dict[str, Any]] = {
     "z_loss": {"training.z_loss_coef": 1e-4},
     "label_smoothing": {"training.label_smoothing": 0.1},
     "bf16_reduce": {"parallel.reduce_dtype": "bf16"},
+    "parameter_groups": {"training.parameter_groups": '[{"patterns": "*norm*", "lr_scale": 0.5}]'},
     "validation": {"data.eval_dataset": "other"},
     "best": {
         "training.load_best_model_at_end": "true",

@@ -68,12 +68,19 @@ def test_no_rows_are_a_loss_of_zero_on_every_rank(ranks):
     assert ranks.run(2, without_rows) == [(0.0, (0, 5))] * 2
 
 
-def test_without_a_group_it_is_torch(ranks):
-    from shardyard.ops.vocabulary import cross_entropy_sum, gather_vocabulary
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_without_a_group_it_is_torch(smoothing, z_loss):
+    from shardyard.ops.vocabulary import LossTerms, cross_entropy_sum, gather_vocabulary
 
-    logits, targets = logits_and_targets(torch.float32)
-    expected = F.cross_entropy(logits, targets, reduction="sum")
-    assert cross_entropy_sum(logits, targets, None) == expected
+    logits, targets = logits_and_targets(torch.float64)
+    logits.requires_grad_()
+    expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    expected = expected + z_loss * (logits.logsumexp(-1).square() * (targets != -100)).sum()
+    ours = cross_entropy_sum(logits, targets, None, LossTerms(z_loss, smoothing))
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(0.5 * loss, logits)[0] for loss in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
     assert gather_vocabulary(logits, None) is logits
 
 

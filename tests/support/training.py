@@ -22,6 +22,7 @@ class Recipe:
     steps: int = 5
     packed: bool | None = None
     fix_router: bool = False
+    optimization: dict[str, Any] = field(default_factory=dict)
     compile: tuple[Any, str] = ("none", "inductor")
     """The mode, and torch's name of the compiler."""
 
@@ -63,7 +64,7 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     from shardyard.config import ModelConfig, OptimizationConfig, ParallelConfig, TrainingConfig
     from shardyard.config.layout import resolve_layout
     from shardyard.device import Device, ProcessGroup
-    from shardyard.models import Placement, build_model, load_model_config
+    from shardyard.models import LossOptions, Placement, build_model, load_model_config
     from shardyard.optim import build_optimizer
     from shardyard.parallel import Compilation, RoutingOptions, build_meshes, build_routing
     from shardyard.train.step import TrainStep
@@ -71,16 +72,20 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     options = ModelConfig(model_name_or_path=str(folder), **recipe.model)
     parallel = ParallelConfig(**recipe.parallel)
     training = TrainingConfig(output_dir="unused", **recipe.training)
+    optimization = OptimizationConfig(fix_router=recipe.fix_router, **recipe.optimization)
     device = Device("cpu")
     meshes = build_meshes(resolve_layout(parallel, dist.get_world_size()), "cpu")
     built = build_model(
         options,
         load_model_config(options, folder),
         folder,
-        Placement(parallel, meshes, device, Compilation(*recipe.compile)),
+        Placement(
+            parallel, meshes, device, Compilation(*recipe.compile), optimization,
+            LossOptions.of(training, optimization),
+        ),  # fmt: skip
         seed=training.seed,
     )
-    options = RoutingOptions.of(training, OptimizationConfig(fix_router=recipe.fix_router))
+    options = RoutingOptions.of(training, optimization)
     built.model.routing = build_routing([built.model], meshes, options)
     group = ProcessGroup(dist.HashStore(), dist.get_rank(), dist.get_world_size())
     step = TrainStep(

@@ -53,6 +53,11 @@ class TrainingConfig(Section):
         "sqrt(max(1, rows / columns)).",
         "Muon 的学习率系数：0.2 sqrt(max(行, 列))（可沿用 AdamW 的 lr），或 sqrt(max(1, 行 / 列))。",
     )
+    optimizer_state_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "Type of AdamW's two moments: 8 bytes a parameter in fp32, 4 in bf16 with stochastic rounding.",
+        "AdamW 两个动量的类型：fp32 每参数 8 字节；bf16（随机舍入）4 字节。",
+    )
     lion_beta1: float = setting(0.9, "Lion's beta 1.", "Lion 的 beta1。", ge=0, lt=1)
     lion_beta2: float = setting(0.99, "Lion's beta 2.", "Lion 的 beta2。", ge=0, lt=1)
     lr: float = setting(1e-5, "Peak learning rate.", "峰值学习率。", ge=0)
