@@ -21,7 +21,8 @@ def select_blocks(model: nn.Module, parallel: ParallelConfig, field: str) -> Blo
     Raises:
         UserError: the patterns match nothing.
     """
-    patterns = getattr(parallel, field)
+    entries = getattr(parallel, field)
+    patterns = tuple(entry if isinstance(entry, str) else entry["pattern"] for entry in entries)
     modules = dict(model.named_modules())
     default = type(parallel).model_fields[field].get_default(call_default_factory=True)
     if patterns == default and not any(name.startswith("model.layers.") for name in modules):

@@ -267,16 +267,22 @@ def test_operator_switches(text: str, value: object) -> None:
     assert loaded.config.optimization.use_flash_attn == value
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("full", "full"), ("no", False)])
-def test_recompute_is_a_boolean_or_full(tmp_path: Path, text: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("full", "full"), ("no", False), ("none", "none")]
+)
+def test_recompute_is_a_boolean_or_a_mode(tmp_path: Path, text: str, value: object) -> None:
     assert load(tmp_path, f"parallel: {{recompute: {text}}}").config.parallel.recompute == value
 
 
 def test_a_wrong_choice_lists_the_right_ones(tmp_path: Path) -> None:
     assert fault_of(tmp_path, "training: {lr_scheduler_type: cosin}") == (
-        "run.yaml:1:31  training.lr_scheduler_type: 'cosin' is not one of cosine, linear, constant"
+        "run.yaml:1:31  training.lr_scheduler_type: 'cosin' is not one of cosine, linear, constant, wsd, "
+        "cosine_with_restarts, inverse_sqrt, polynomial, constant_with_warmup, warmup_stable_decay, "
+        "cosine_with_min_lr"
     )
-    assert "is not one of full, selective, true, false" in fault_of(tmp_path, "parallel: {recompute: some}")
+    assert "is not one of full, selective, none, true, false" in fault_of(
+        tmp_path, "parallel: {recompute: some}"
+    )
 
 
 @pytest.mark.parametrize(("word", "value"), [("false", False), ("0", False), ("Yes", True)])

@@ -10,6 +10,8 @@ LAYERS = ("model.layers.{*}",)
 EXPERTS = ("model.layers.{*}.mlp.experts",)
 DType = Literal["bf16", "fp16", "fp32"]
 Placement = Literal["shard_by_dim_0", "shard_by_dim_1"]
+RecomputeMode = Literal["full", "selective", "none"]
+Recomputed = Literal["linear", "attention", "experts"]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "interleaved_zero_bubble", "dualpipe"
 ]
@@ -59,10 +61,12 @@ class ParallelConfig(Section):
     cp_type: Literal["ulysses", "ring", "kvallgather"] = setting(
         "ulysses", "Method of context parallelism.", "上下文并行方式。"
     )
-    recompute: bool | Literal["full", "selective"] = setting(
+    recompute: bool | RecomputeMode = setting(
         False,
-        "Compute activations again in the backward pass; true and full mean whole modules.",
-        "反向时重新计算激活；true 与 full 表示整个模块重计算。",
+        "Compute activations again in the backward pass: true and full whole modules, selective all but "
+        "matrix products and attention, false and none nothing. See memory.md.",
+        "反向时重新计算激活：true 与 full 为整个模块；selective 保留矩阵乘与注意力的输出，其余重算；"
+        "false 与 none 不重算。",
     )
     fsdp_modules: tuple[str, ...] = setting(
         (*LAYERS, "model.embed_tokens", "lm_head"),
@@ -112,8 +116,17 @@ class ParallelConfig(Section):
     ep_dispatcher: Literal["eager", "fused", "mc2"] = setting(
         "eager", "How tokens travel to their experts.", "词元分发到专家的方式。"
     )
-    recompute_modules: tuple[str, ...] = setting(
-        LAYERS, "Patterns of the modules that recompute.", "重计算的模块匹配模式。"
+    recompute_modules: tuple[str | dict[str, str], ...] = setting(
+        LAYERS,
+        "Patterns of the modules that recompute. An entry {pattern: ..., mode: full, selective or none} has "
+        "a mode of its own; of several that match, the last counts.",
+        "重计算的模块匹配模式。{pattern: ..., mode: full、selective 或 none} 形式的条目有自己的模式；"
+        "多个匹配时以最后一个为准。",
+    )
+    recompute_operators: tuple[Recomputed, ...] = setting(
+        (),
+        "What selective recomputation computes again besides the cheap operators, which it always does.",
+        "selective 模式下除廉价算子（总是重算）之外还要重算的算子。",
     )
     param_dtype: DType | None = setting(
         None,
@@ -149,3 +162,18 @@ class ParallelConfig(Section):
         "Keep parameters, gradients and optimizer state in the host's memory.",
         "把参数、梯度和优化器状态放在主机内存。",
     )
+
+    @property
+    def recompute_mode(self) -> RecomputeMode:
+        """``recompute`` as a word."""
+        if isinstance(self.recompute, bool):
+            return "full" if self.recompute else "none"
+        return self.recompute
+
+    @property
+    def recompute_modes(self) -> set[str]:
+        """The modes that modules may have in this run; none at all without ``recompute``."""
+        if self.recompute_mode == "none":
+            return {"none"}
+        entries = self.recompute_modules
+        return {self.recompute_mode if isinstance(e, str) else e.get("mode", "") for e in entries}
