@@ -135,6 +135,7 @@ def _check_run(checked: Checked) -> None:
     _check_parameter_groups(checked)
     _check_loss(checked)
     _check_saving(checked)
+    _check_in_backward(checked)
     resume = training.resume_from_checkpoint
     if training.overwrite_output_dir and resume is not None:
         inside = os.path.realpath(resume).startswith(os.path.realpath(training.output_dir) + os.sep)
@@ -163,6 +164,32 @@ def _check_parameter_groups(checked: Checked) -> None:
         checked.fault(("training.parameter_groups",), str(error))
 
 
+def _check_in_backward(checked: Checked) -> None:
+    training = checked.config.training
+    if training.optimizer_in_backward is not True:
+        return
+    key = "training.optimizer_in_backward"
+    if training.max_grad_norm > 0:
+        checked.fault(
+            (key, "training.max_grad_norm"),
+            f"{key}: true updates before the norm of all gradients is known, and training.max_grad_norm "
+            f"{training.max_grad_norm:g} clips by it; set training.max_grad_norm: 0, or {key}: two_pass, "
+            "which computes each step's forward and backward twice",
+        )
+    if checked.config.parallel.param_dtype == "fp16":
+        checked.fault(
+            (key, "parallel.param_dtype"),
+            f"{key}: true updates before it is known whether a gradient has overflowed in fp16; set {key}: "
+            "two_pass, or another parallel.param_dtype",
+        )
+    if training.on_nonfinite == "skip":
+        checked.fault(
+            (key, "training.on_nonfinite"),
+            f"{key}: true updates before it is known whether all gradients are finite, so "
+            f"training.on_nonfinite: skip cannot be kept; set {key}: two_pass, or on_nonfinite: stop",
+        )
+
+
 def _check_saving(checked: Checked) -> None:
     training = checked.config.training
     every, saves = training.export_steps, training.save_steps
@@ -175,6 +202,18 @@ def _check_saving(checked: Checked) -> None:
 
 
 def _check_memory(checked: Checked) -> None:
+    parallel, training = checked.config.parallel, checked.config.training
+    if parallel.reduce_dtype == "fp16" and parallel.param_dtype != "fp16":
+        checked.fault(
+            ("parallel.reduce_dtype",),
+            "fp16 needs parallel.param_dtype: fp16, whose scale on the loss keeps gradients inside fp16's "
+            "range; use bf16 or fp32",
+        )
+    if training.fp16_min_scale > training.fp16_initial_scale:
+        checked.fault(
+            ("training.fp16_min_scale", "training.fp16_initial_scale"),
+            "training.fp16_min_scale is above training.fp16_initial_scale; lower it",
+        )
     path, modes = "parallel.recompute_modules", get_args(RecomputeMode)
     for entry in checked.config.parallel.recompute_modules:
         if isinstance(entry, dict) and (entry.keys() != {"pattern", "mode"} or entry["mode"] not in modes):
@@ -197,7 +236,7 @@ def _check_operators(checked: Checked) -> None:
             continue
         ids = families.get(path, (model_id,))
         if model_id in ids or ("glm5..." in ids and model_id.startswith("glm5")):
-            checked.warn(path, "uses the plain path until the speed release")
+            checked.warn(path, "no fused kernel of it is here yet; the family's own code runs")
         else:
             checked.fault(
                 (path, "model.model_id"), f"is for model.model_id {', '.join(ids)} only; leave it at auto"
@@ -214,6 +253,11 @@ _NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = 
         lambda config: "selective" not in config.parallel.recompute_modes,
         "no module recomputes selectively (parallel.recompute: selective)",
         ("parallel.recompute_operators",),
+    ),
+    (
+        lambda config: config.parallel.param_dtype != "fp16",
+        "parallel.param_dtype is not fp16",
+        tuple(path for path in FIELDS if path.startswith("training.fp16_")),
     ),
     (
         lambda config: config.parallel.cp_size == 1,

@@ -128,6 +128,15 @@ FEATURES: dict[str, Feature] = {
         "training.optimizer",
         lambda c, _: c.training.optimizer not in ("adamw", "fused_adamw"),
     ),
+    "in_backward": Feature(
+        "optimizer_in_backward",
+        "training.optimizer_in_backward",
+        lambda c, _: bool(c.training.optimizer_in_backward),
+    ),
+    "whole_optimizer": Feature(
+        "Muon or Adam-mini", "training.optimizer", lambda c, _: c.training.optimizer in ("muon", "adam_mini")
+    ),
+    "fp16": Feature("param_dtype: fp16", "parallel.param_dtype", lambda c, _: c.parallel.param_dtype == "fp16"),
     "bf16_reduce": Feature(
         "reduce_dtype: bf16", "parallel.reduce_dtype", lambda c, _: c.parallel.reduce_dtype == "bf16"
     ),
@@ -195,6 +204,9 @@ _FOREIGN = Verdict(
     "only the built-in attention knows which part of a sequence a rank has; leave attn_implementation out",
 )
 _DROPOUT = Verdict("refused", "blocks of one softmax would drop different weights; use cp_type ulysses")
+_KEPT_WHOLE = (
+    "the gradients of all micro-batches are added up, whole, until the last one, so nothing would be saved"
+)
 _NO_EXPERTS = Verdict("refused", "the model has no experts")
 
 EXCEPTIONS: dict[tuple[str, str], Verdict] = {
@@ -228,6 +240,11 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("token_budget", "one_document"): Verdict(
         "no effect",
         "each document has a forward of its own, so memory goes by the longest document",
+    ),
+    ("in_backward", "accumulation"): Verdict("refused", _KEPT_WHOLE),
+    ("in_backward", "pp"): Verdict("refused", _KEPT_WHOLE),
+    ("in_backward", "whole_optimizer"): Verdict(
+        "refused", "it steps many parameters together, over ranks; take adamw or lion"
     ),
     ("small_states", "no_adamw"): Verdict(
         "refused", "only AdamW's moments come in other types; the other optimizers' state is smaller as it is"

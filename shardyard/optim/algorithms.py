@@ -50,6 +50,7 @@ Builder = Callable[[Sequence[Group], Setup], torch.optim.Optimizer]
 TABLE: dict[str, str] = {
     "adamw": "shardyard.optim.adamw:build",
     "fused_adamw": "shardyard.optim.adamw:build",
+    "adamw bf16": "shardyard.optim.bf16_states:build",
     "muon": "shardyard.optim.muon:build",
     "lion": "shardyard.optim.lion:build",
     "adam_mini": "shardyard.optim.adam_mini:build",
@@ -59,6 +60,8 @@ TABLE: dict[str, str] = {
 
 def algorithm_of(training: TrainingConfig) -> str:
     """The row of ``TABLE`` that the settings ask for."""
+    if training.optimizer in ("adamw", "fused_adamw") and training.optimizer_state_dtype != "fp32":
+        return f"adamw {training.optimizer_state_dtype}"
     return training.optimizer
 
 

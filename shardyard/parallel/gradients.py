@@ -29,6 +29,8 @@ class GradientSums:
         if whole:
             self._sums.append((meshes.tp.get_group(), whole))
         self._sums += [(group, [parameter]) for parameter, group in tied if parameter.requires_grad]
+        self.summed = frozenset(parameter for _, parameters in self._sums for parameter in parameters)
+        """Those whose gradients are incomplete before the call."""
 
     @torch.no_grad()
     def __call__(self) -> None:

@@ -71,7 +71,7 @@ def test_near_misses_of_those_pairs_load(tmp_path: Path, text: str) -> None:
     [
         "warmup_ratio: 1.0", "warmup_ratio: -0.1", "adam_beta1: 1", "adam_beta2: -0.1", "adam_epsilon: 0",
         "lr: -1",
-        "max_steps: 0", "max_steps: -2", "num_train_epochs: 0", "num_train_epochs: -1", "max_grad_norm: 0",
+        "max_steps: 0", "max_steps: -2", "num_train_epochs: 0", "num_train_epochs: -1", "max_grad_norm: -1",
         "per_device_train_batch_size: 0", "gradient_accumulation_steps: 0", "logging_steps: 0",
         "save_epochs: -1",
         "dataloader_num_workers: -1", "dataloader_prefetch_factor: 0", "seed: -1", "warmup_steps: -1",

@@ -58,6 +58,12 @@ class TrainingConfig(Section):
         "Type of AdamW's two moments: 8 bytes a parameter in fp32, 4 in bf16 with stochastic rounding.",
         "AdamW 两个动量的类型：fp32 每参数 8 字节；bf16（随机舍入）4 字节。",
     )
+    optimizer_in_backward: Literal["two_pass"] | bool = setting(
+        False,
+        "Update each parameter in the backward pass and free its gradient at once. true clips nothing; "
+        "two_pass computes forward and backward twice, first for the norm. See memory.md.",
+        "反向过程中更新每个参数并立即释放其梯度。true 不能裁剪；two_pass 前向与反向各算两次，先求范数。",
+    )
     lion_beta1: float = setting(0.9, "Lion's beta 1.", "Lion 的 beta1。", ge=0, lt=1)
     lion_beta2: float = setting(0.99, "Lion's beta 2.", "Lion 的 beta2。", ge=0, lt=1)
     lr: float = setting(1e-5, "Peak learning rate.", "峰值学习率。", ge=0)
@@ -66,7 +72,10 @@ class TrainingConfig(Section):
     adam_beta2: float = setting(0.95, "AdamW's beta 2.", "AdamW 的 beta2。", ge=0, lt=1)
     adam_epsilon: float = setting(1e-8, "AdamW's epsilon.", "AdamW 的 epsilon。", gt=0)
     max_grad_norm: float = setting(
-        1.0, "Gradients are scaled down to this global norm.", "梯度裁剪的全局范数上限。", gt=0
+        1.0,
+        "Gradients are scaled down to this global norm; 0 leaves them as they are.",
+        "梯度裁剪的全局范数上限;0 表示不裁剪。",
+        ge=0,
     )
     lr_scheduler_type: Literal[
         "cosine",
@@ -300,6 +309,25 @@ class TrainingConfig(Section):
         "stop",
         "At a NaN or infinite loss or gradient: stop the run, or skip the update.",
         "损失或梯度为 NaN/Inf 时：停止训练，或跳过该步。",
+    )
+    fp16_initial_scale: float = setting(
+        65536.0,
+        "With param_dtype fp16: the factor on the loss at the first step, which then moves by itself.",
+        "param_dtype 为 fp16 时损失的初始放大系数，之后自动调整。",
+        gt=0,
+    )
+    fp16_growth_interval: int = setting(
+        2000, "Steps without an overflow after which that factor grows.", "连续多少步无溢出后增大该系数。", ge=1
+    )
+    fp16_growth_factor: float = setting(2.0, "What it is then multiplied by.", "增大时的倍数。", ge=1)
+    fp16_backoff_factor: float = setting(
+        0.5, "What it is multiplied by when gradients overflow.", "梯度溢出时乘以的倍数。", gt=0, lt=1
+    )
+    fp16_min_scale: float = setting(
+        1.0,
+        "The least that it falls to; an overflow there is treated by on_nonfinite.",
+        "该系数的下限；在下限处溢出时按 on_nonfinite 处理。",
+        gt=0,
     )
     overwrite_output_dir: bool = setting(
         False,
