@@ -23,11 +23,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "shorter than a row": {"rows": 8, "max_tokens": LONGEST - 3},
     "length": {"rows": 3, "by_length": True},
 }
-SAMPLE = {
-    ("PP 2", "dense", "tokens"),
-    ("CP ring 2", "dense", "length"),
-    ("EP 2 on FSDP 2", "moe", "shorter than a row"),
-}
+SAMPLE = {("PP 2", "dense", "tokens"), ("CP ring 2", "dense", "length")}
 CASES = [(cell, family, cut) for cell in CELLS for family in cell.families for cut in CUTS]
 
 
