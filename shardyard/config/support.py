@@ -88,6 +88,10 @@ FEATURES: dict[str, Feature] = {
         "parallel.enable_chunk_batch",
         lambda c, _: c.parallel.enable_chunk_batch and c.parallel.chunk_mbs_modules == LAYERS,
     ),
+    "compile": Feature("compile", "optimization.compile", lambda c, _: c.optimization.compile != "none"),
+    "compile_model": Feature(
+        "compile: model", "optimization.compile", lambda c, _: c.optimization.compile == "model"
+    ),
     "freeze": Feature("freeze", "model.freeze", lambda c, _: bool(c.model.freeze)),
     "fix_router": Feature("fix_router", "optimization.fix_router", lambda c, _: c.optimization.fix_router),
     "router_aux_loss": Feature(
@@ -248,6 +252,24 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ),
     ("small_states", "no_adamw"): Verdict(
         "refused", "only AdamW's moments come in other types; the other optimizers' state is smaller as it is"
+    ),
+    ("compile", "tp"): Verdict(
+        "refused",
+        "a split layer exchanges its parameters for this rank's part in Python, which the compiler cannot follow",
+    ),
+    ("compile", "enable_chunk_batch"): Verdict(
+        "refused",
+        "pieces are cut by the lengths of documents, each of which would be compiled; they are not shown to it",
+    ),
+    ("compile", "recompute_selective"): Verdict(
+        "refused",
+        "what to keep is chosen operator by operator, and compiled code has joined them; take recompute: full",
+    ),
+    ("compile_model", "recompute"): Verdict(
+        "refused", "a layer that is computed again cannot be a part of a larger graph; take compile: block"
+    ),
+    ("compile_model", "pp"): Verdict(
+        "refused", "a stage is called layer by layer anyway; take compile: block"
     ),
     ("enable_chunk_batch", "ignored_modules"): Verdict(
         "in part", "a module that runs in pieces may not hold one that stays whole"

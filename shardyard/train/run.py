@@ -45,7 +45,14 @@ from shardyard.models.table import startup_table
 from shardyard.monitor import Monitor, log_run_start
 from shardyard.ops.table import operator_lines
 from shardyard.optim import Schedule, build_optimizer, state_bytes_here
-from shardyard.parallel import Meshes, RoutingOptions, build_meshes, build_routing
+from shardyard.parallel import (
+    Compilation,
+    Meshes,
+    RoutingOptions,
+    build_meshes,
+    build_routing,
+    check_compiler,
+)
 from shardyard.train.differences import RunFacts, check_schedule
 from shardyard.train.evaluation import Evaluator
 from shardyard.train.exporting import Exporter, named_template
@@ -126,6 +133,7 @@ def _train(
     device.set_deterministic(bool(config.training.deterministic))
     device.seed(config.training.seed)
     report_config(loaded, layout, device)
+    check_compiler(_compilation(config), device)
     # One rank looks at the run folder and says what it found; it is written to when all else is known to be
     # right.
     output_dir = Path(config.training.output_dir)
@@ -180,7 +188,7 @@ def _build(
     logger.info("> Building FSDP2 Model...")
     meshes = build_meshes(layout, device.type)
     placement = Placement(
-        config.parallel, meshes, device, optimization=config.optimization,
+        config.parallel, meshes, device, _compilation(config), config.optimization,
         loss=LossOptions.of(config.training, config.optimization),
     )  # fmt: skip
     built = build_model(
@@ -198,6 +206,10 @@ def _build(
     if built.unpacked:
         logger.warning("each document gets a forward of its own: %s", built.unpacked)
     return _Parts(loaded, device, group, meshes, data, built, optimizer, exporter)
+
+
+def _compilation(config: Config) -> Compilation:
+    return Compilation(config.optimization.compile)
 
 
 def _begin(parts: _Parts, resume_from: str) -> _Start:

@@ -41,6 +41,8 @@ ASK: dict[str, dict[str, Any]] = {
         "parallel.chunk_mbs_modules": "model.layers.{*}.self_attn",
     },
     "chunk_layers": {"parallel.enable_chunk_batch": "true"},
+    "compile": {"optimization.compile": "block"},
+    "compile_model": {"optimization.compile": "model"},
     "freeze": {"model.freeze": "[model.norm]"},
     "fix_router": {"optimization.fix_router": "true"},
     "router_aux_loss": {"training.router_aux_loss_coef": 0.01},
@@ -69,6 +71,7 @@ IMPLIED = {
     "best": {"validation"},
     "cross_document_attention": {"packing"},
     "chunk_layers": {"enable_chunk_batch"},
+    "compile_model": {"compile"},
 }
 """What a run with a feature uses besides."""
 MODEL = {

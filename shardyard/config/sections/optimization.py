@@ -55,6 +55,12 @@ class OptimizationConfig(Section):
     gdn_chunk_size: int = setting(
         64, "Chunk length of the gated delta rule.", "门控 delta 规则的块长。", ge=1
     )
+    compile: Literal["none", "block", "model"] = setting(
+        "none",
+        "torch.compile of each layer (block) or of the model's body (model). The first steps compile, which "
+        "takes minutes.",
+        "用 torch.compile 编译每一层（block）或模型主体（model）。最初几步用于编译，需数分钟。",
+    )
     chunk_loss_size: int | None = setting(
         None,
         "Trained tokens whose logits exist at a time in the loss; null takes as many as fit a bound.",
