@@ -84,7 +84,6 @@ def build_model(
     if model_config.config_overrides or model_config.attn_implementation:
         _rehearse(base, config, attention)
     precision = Precision.of(placement.parallel, placement.device)
-    _leave_grouped_kernel(config, precision)
 
     checkpoint = source.form == "checkpoint" and not model_config.train_from_scratch
 
@@ -174,19 +173,6 @@ def _pipeline(
         placement.sequence,
         Precision.of(placement.parallel, placement.device).compute,
     )
-
-
-def _leave_grouped_kernel(config: Any, precision: Precision) -> None:
-    """torch multiplies groups of tokens in one kernel only where rows are whole 16-byte pieces."""
-    text = config.get_text_config()
-    if not getattr(text, "num_experts_per_tok", None):
-        return
-    names = ("hidden_size", "moe_intermediate_size", "intermediate_size")
-    sizes = {name: size for name in names if (size := getattr(text, name, None))}
-    odd = {name: size for name, size in sizes.items() if size * precision.compute.itemsize % 16}
-    if odd:
-        logger.info("experts run one by one: %s is no multiple of 16 bytes, as torch's kernel wants", odd)
-        config._experts_implementation = "eager"
 
 
 def _operators(model: Any) -> tuple[Row, ...]:

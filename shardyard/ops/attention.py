@@ -19,6 +19,11 @@ from shardyard.ops.documents import attend_documents
 
 NAME = "shardyard_documents"
 
+KERNEL = "documents_kernel"
+"""The attribute of an attention module that holds the kernel which was chosen for it (attention_kernels.py);
+without it there is one attention of PyTorch per document.
+"""
+
 # Arguments that change the result and that this function does not implement.
 _UNSUPPORTED = ("softcap", "position_bias")
 
@@ -49,7 +54,9 @@ def documents_attention(
     if attention_mask is not None or unsupported:
         raise NotImplementedError(f"{NAME} does not take {', '.join(unsupported) or 'an attention mask'}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    settings: dict[str, Any] = dict(scale=scale, dropout=dropout, window=sliding_window, sinks=s_aux)
+    settings: dict[str, Any] = dict(
+        scale=scale, dropout=dropout, window=sliding_window, sinks=s_aux, kernel=getattr(module, KERNEL, None)
+    )
     if context is None:
         lens = doc_lens if doc_lens is not None else [query.shape[2]]
         output = attend_documents(query, key, value, doc_lens=lens, **settings)

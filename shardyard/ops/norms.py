@@ -16,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from shardyard.ops.norm_linear import install_readers, leave_source
 from shardyard.ops.registry import Example, Found, Implementation, Operation, Site, Situation
 from shardyard.ops.self_check import TOKENS, random
 
@@ -37,16 +38,14 @@ class _RmsNorm(torch.autograd.Function):
     """Keeps its input and one number per row; what lies between is computed again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: NormKind) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
         rstd = squares.div_(x.shape[-1]).add_(kind.eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         ctx.kind = kind
-        normed = x * rstd
-        if kind.rounds_first and normed.dtype != x.dtype:
-            return normed.to(x.dtype) * weight
-        return normed.mul_(_scale(weight, kind, wide)).to(x.dtype)
+        ctx.mark_non_differentiable(rstd)
+        return _scaled(x, weight, rstd, kind), rstd
 
     @staticmethod
     @once_differentiable
@@ -67,13 +66,26 @@ class _RmsNorm(torch.autograd.Function):
         return of_input.addcmul_(normed, mean).mul_(rstd).to(x.dtype), of_weight, None
 
 
+def _scaled(x: Tensor, weight: Tensor, rstd: Tensor, kind: NormKind) -> Tensor:
+    normed = x * rstd
+    if kind.rounds_first and normed.dtype != x.dtype:
+        return normed.to(x.dtype) * weight
+    return normed.mul_(_scale(weight, kind, rstd.dtype)).to(x.dtype)
+
+
 def _scale(weight: Tensor, kind: NormKind, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) + kind.offset if kind.offset else weight.to(dtype)
 
 
 def lean_rms_norm(x: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
     """[..., width] -> the same."""
-    return _RmsNorm.apply(x, weight, kind)  # pyright: ignore[reportReturnType]
+    return _RmsNorm.apply(x, weight, kind)[0]  # pyright: ignore[reportOptionalSubscript]
+
+
+def lean_rms_norm_for_layers(x: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+    """The same, for layers that make it again (norm_linear.py)."""
+    out, rstd = _RmsNorm.apply(x, weight, kind)  # pyright: ignore[reportGeneralTypeIssues]
+    return leave_source(out, functools.partial(_scaled, kind=kind), x, weight, rstd)
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
@@ -118,7 +130,7 @@ def find_norms(model: nn.Module) -> Found:
             kinds[key] = _kind_of(module, *sizes)
         kind = kinds[key]
         if kind is not None:
-            sites.append(Site(name, module, kind))
+            sites.append(Site(name, module, kind, model.get_submodule(name.rpartition(".")[0])))
         elif "RMS" in type(module).__name__ and not strangers:
             strangers.append(f"{name} ({type(module).__name__}) computes something of its own")
     return Found(sites, strangers)
@@ -181,6 +193,8 @@ def _example(site: Site, situation: Situation) -> Example:
 def _implementation(name: str, function: Any, **limits: Any) -> Implementation:
     def install(site: Site) -> None:
         site.module.forward = functools.partial(_forward, function, site.module, site.kind)
+        if function is lean_rms_norm_for_layers and site.block is not None:
+            install_readers(site.block, site.kind.width)
 
     def run(site: Site) -> Any:
         return functools.partial(function, kind=site.kind)
@@ -192,13 +206,14 @@ def _forward(function: Any, module: Any, kind: NormKind, hidden_states: Tensor) 
     return function(hidden_states, module.weight, kind)
 
 
-def _plain_scale_only(site: Site) -> str | None:
+def _plain_scale_only(site: Site, _: Situation) -> str | None:
     return f"{site.name} scales by 1 + weight, which it does not" if site.kind.offset else None
 
 
 RMS_NORM = Operation(
     name="rms_norm", switch="use_fused_rmsnorm", module="RMSNorm", find=find_norms, example=_example,
     implementations=(
+        _implementation("lean_linear", lean_rms_norm_for_layers, devices=("cpu",)),
         _implementation("lean", lean_rms_norm),
         _implementation("torch", torch_rms_norm, devices=("cuda", "npu"), unsuited=_plain_scale_only),
         _implementation(
@@ -209,9 +224,15 @@ RMS_NORM = Operation(
             unsuited=_plain_scale_only,
         ),
     ),
-    fused={"cuda": ("liger", "torch", "lean"), "npu": ("npu", "lean"), "": ("lean",)},
+    fused={
+        "cuda": ("liger", "torch", "lean"), "npu": ("npu", "lean"), "cpu": ("lean_linear", "lean"),
+        "": ("lean",),
+    },
     automatic={
-        "cpu": {"lean": "keeps the input and one number a row"},
+        "cpu": {
+            "lean_linear": "its output is made again for the layers that read it",
+            "lean": "keeps the input and one number a row",
+        },
         "cuda": {"liger": "one kernel each way", "torch": "one kernel each way"},
         "npu": {"npu": "one kernel each way", "lean": "keeps the input and one number a row"},
     },

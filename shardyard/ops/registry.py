@@ -29,11 +29,15 @@ class Situation:
 
 
 class Site(NamedTuple):
-    """A module whose operation can be replaced. Sites of the same ``kind`` run the same numbers."""
+    """A module whose operation can be replaced. Sites of the same ``kind`` run the same numbers.
+
+    ``block`` is the module that holds it.
+    """
 
     name: str
     module: nn.Module
     kind: Any
+    block: nn.Module | None = None
 
 
 class Found(NamedTuple):
@@ -42,6 +46,8 @@ class Found(NamedTuple):
     sites: list[Site]
     strangers: list[str]
     """Why some that look like one are not replaced, in words."""
+    instead: str | None = None
+    """What runs in their place, which no switch changes."""
 
 
 class Example(NamedTuple):
@@ -75,7 +81,7 @@ class Implementation:
     devices: tuple[str, ...] = ()
     package: tuple[str, str] | None = None
     lacking: Callable[[Situation], str | None] = _nothing
-    unsuited: Callable[[Site], str | None] = _nothing
+    unsuited: Callable[[Site, Situation], str | None] = _nothing
 
     def missing(self, situation: Situation) -> str | None:
         """Why it cannot run on this device with what is installed; None if it can."""
@@ -103,6 +109,12 @@ class Operation:
     implementations: tuple[Implementation, ...]
     fused: Mapping[str, tuple[str, ...]]
     automatic: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    plain: str = EAGER
+    """What the table calls the twin."""
+    leave: Callable[[Site], object] = _nothing
+    """What a site needs that keeps the twin."""
+    beside_compiler: bool = False
+    """Compiled layers leave it to eager code, so it is chosen as without a compiler."""
 
     def candidates(self, wish: str | bool, device: str) -> list[Implementation]:
         """The implementations to try, in order."""

@@ -25,8 +25,8 @@ def fault_of(
     """Why the implementation may not take this site's place; None where it gives the twin's numbers."""
     # Built under no ambient device or gradient mode: this runs while a model is being made on meta.
     with torch.device(situation.device), torch.enable_grad():
-        example = operation.example(site, situation)
         try:
+            example = operation.example(site, situation)
             difference = greatest_difference(example, implementation.run(site))
         except Exception as error:  # a kernel that does not compile here fails in its own way
             return f"its self-check failed: {type(error).__name__}: {first_line(error)}"

@@ -234,18 +234,18 @@ def _install_down(site: Site) -> None:
     module.forward = functools.partial(_forward_of_halves, module, kind)
 
 
-def _not_plain(site: Site) -> str | None:
+def _not_plain(site: Site, _: Situation) -> str | None:
     layer = site.module._modules[site.kind.down]
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:
         return f"{site.name}.{site.kind.down} is no plain linear layer"
     return None
 
 
-def _silu_only(site: Site) -> str | None:
+def _silu_only(site: Site, _: Situation) -> str | None:
     return None if site.kind.activation == "silu" else f"{site.name} has a gate of {site.kind.activation}"
 
 
-def _not_exact_gelu(site: Site) -> str | None:
+def _not_exact_gelu(site: Site, _: Situation) -> str | None:
     return f"{site.name} has a gate of gelu" if site.kind.activation == "gelu" else None
 
 

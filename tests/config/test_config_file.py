@@ -167,7 +167,6 @@ def test_operator_switches_in_another_section_are_moved_with_a_warning(tmp_path:
         "read as optimization.moe_grouped_gemm",
         "run.yaml:5:3  optimization.indexer_loss_coeff: belongs to another section; "
         "read as training.indexer_loss_coeff",
-        "run.yaml:2:19  optimization.use_flash_attn: uses the plain path until the speed release",
     ]
 
 

@@ -127,9 +127,7 @@ def test_the_pretraining_shape_loads_with_its_values(tmp_path: Path) -> None:
 
 def test_the_pretraining_shape_warns_only_of_what_differs(tmp_path: Path) -> None:
     warned = {w.split("  ")[-1].split(":")[0] for w in _load(tmp_path, PRETRAIN, "data.dataset=x").warnings}
-    assert warned == {
-        "model.tokenizer_name_or_path", "optimization.use_flash_attn",
-    }  # fmt: skip
+    assert warned == {"model.tokenizer_name_or_path"}
 
 
 def test_the_tuning_shape_loads_with_old_switches_under_training(tmp_path: Path) -> None:
@@ -145,7 +143,6 @@ def test_the_tuning_shape_loads_with_old_switches_under_training(tmp_path: Path)
     [
         (["--model.quant_recipe_name", "mxfp8"], "low-precision"),
         (["--model.quant_converters", "quantize.linear.mx", "quantize.moe.mx"], "low-precision"),
-        (["--parallel.param_dtype", "fp16"], "fp16"),
     ],
 )
 def test_what_comes_later_is_refused_with_its_name(tmp_path: Path, words: list[str], reason: str) -> None:

@@ -20,6 +20,7 @@ from shardyard.ops.norms import RMS_NORM
 from shardyard.ops.registry import Row, Situation
 from shardyard.ops.table import operator_lines
 
+BY_NAME = {implementation.name: implementation for implementation in RMS_NORM.implementations}
 CPU = Situation(torch.device("cpu"), torch.float32)
 
 
@@ -40,22 +41,23 @@ def _replaced(model: Any) -> set[str]:
 def test_auto_takes_what_is_lean_on_a_cpu() -> None:
     model = _model()
     rows = _rows(model)
-    assert rows["rms_norm"].runs == "lean" and rows["swiglu"].runs == "lean_down"
+    assert rows["rms_norm"].runs == "lean_linear" and rows["swiglu"].runs == "lean_down"
     assert _replaced(model) >= {
         "input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm", "mlp", "down_proj",
+        "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "self_attn",
     }  # fmt: skip
 
 
 def test_false_is_the_family_s_own_code() -> None:
     model = _model()
     rows = _rows(model, **{operation.switch: False for operation in OPERATIONS})
-    assert {row.runs for row in rows.values()} == {"eager"}
+    assert {row.runs for row in rows.values()} == {"eager", "sdpa, of transformers"}
     assert _replaced(model) == set()
 
 
 def test_true_takes_the_device_s_fused_operator() -> None:
     rows = _rows(_model(), use_fused_rmsnorm=True, use_fused_swiglu=True)
-    assert rows["rms_norm"] == Row("rms_norm", "lean", "optimization.use_fused_rmsnorm is true")
+    assert rows["rms_norm"] == Row("rms_norm", "lean_linear", "optimization.use_fused_rmsnorm is true")
     assert rows["swiglu"].runs == "lean_down"
 
 
@@ -67,7 +69,7 @@ def test_a_named_implementation_runs_or_is_refused_with_the_reason() -> None:
 
 def test_a_package_that_is_missing_is_named_and_the_next_is_tried() -> None:
     somewhere = dataclasses.replace(CPU, device=torch.device("cuda", 0))
-    torch_own, liger = (i for i in RMS_NORM.implementations if i.name in ("torch", "liger"))
+    torch_own, liger = BY_NAME["torch"], BY_NAME["liger"]
     assert liger.missing(somewhere) == "liger-kernel is not installed"
     assert torch_own.missing(somewhere) is None
     assert [i.name for i in RMS_NORM.candidates("auto", "cuda")] == ["liger", "torch"]
@@ -75,11 +77,19 @@ def test_a_package_that_is_missing_is_named_and_the_next_is_tried() -> None:
     assert [i.name for i in RMS_NORM.candidates("auto", "somewhere")] == []
 
 
+def _only(implementation: Any) -> Any:
+    """RMSNorm with one implementation for a CPU."""
+    name = implementation.name
+    return dataclasses.replace(
+        RMS_NORM, implementations=(implementation,), fused={"": (name,)}, automatic={"cpu": {name: "it wins"}}
+    )
+
+
 def _broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel whose numbers are a little wrong."""
-    lean = RMS_NORM.implementations[0]
+    lean = BY_NAME["lean"]
     wrong = dataclasses.replace(lean, run=lambda site: lambda x, w: 1.001 * lean.run(site)(x, w))
-    operation = dataclasses.replace(RMS_NORM, implementations=(wrong, *RMS_NORM.implementations[1:]))
+    operation = _only(wrong)
     monkeypatch.setattr(apply, "OPERATIONS", (operation,))
 
 
@@ -106,9 +116,8 @@ def test_a_kernel_that_raises_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
     def run(site: Any) -> Any:
         raise OSError("no such kernel\nfor this device")
 
-    broken = dataclasses.replace(RMS_NORM.implementations[0], run=run)
-    operation = dataclasses.replace(RMS_NORM, implementations=(broken, *RMS_NORM.implementations[1:]))
-    monkeypatch.setattr(apply, "OPERATIONS", (operation,))
+    broken = dataclasses.replace(BY_NAME["lean"], run=run)
+    monkeypatch.setattr(apply, "OPERATIONS", (_only(broken),))
     assert _rows(_model())["rms_norm"].why == "lean: its self-check failed: OSError: no such kernel"
 
 

@@ -134,3 +134,46 @@ def test_only_the_input_and_a_number_a_row_are_kept(dtype: torch.dtype) -> None:
 def test_torch_s_own_gives_the_same() -> None:
     kind, x, weight = NormKind(16, 1e-6, 0.0, True), _random(7, 16, seed=12), _random(16, seed=13)
     torch.testing.assert_close(torch_rms_norm(x, weight, kind), rms_norm(x, weight, kind))
+
+
+class _Block(torch.nn.Module):
+    """A norm and layers that read it, one of them through a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = _norm(LlamaRMSNorm)
+        self.first, self.second, self.third = (torch.nn.Linear(24, n) for n in (24, 10, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return torch.cat([self.first(normed), self.second(normed), self.third(normed.clone())], dim=-1)
+
+
+def test_layers_that_read_a_norm_make_its_output_again() -> None:
+    torch.manual_seed(0)
+    block, cotangent = _Block(), _random(1, 40, 58, seed=15)
+    x = _random(1, 40, 24, seed=14).requires_grad_()
+    names = [name for name, _ in block.named_parameters()]
+
+    def through() -> list[torch.Tensor]:
+        return [*torch.autograd.grad(block(x), [x, *block.parameters()], cotangent)]
+
+    expected, out = through(), block(x)
+    eager = saved_bytes(lambda: block(x), but=[x, *block.parameters()])
+    (site,) = find_norms(block).sites
+    by_name = {implementation.name: implementation for implementation in RMS_NORM.implementations}
+    by_name["lean_linear"].install(site)
+    torch.testing.assert_close(block(x), out)
+    for name, want, have in zip(["x", *names], expected, through(), strict=True):
+        torch.testing.assert_close(have, want, msg=lambda text, name=name: f"{name}: {text}")
+    lean = saved_bytes(lambda: block(x), but=[x, *block.parameters()])
+    assert lean == 40 * 4 + 40 * 24 * 4  # a number a row, and the copy
+    assert eager >= lean + 2 * 40 * 24 * 4
+
+
+def test_without_gradients_nothing_is_left_on_a_norm_s_output() -> None:
+    block = _Block()
+    (site,) = find_norms(block).sites
+    next(i for i in RMS_NORM.implementations if i.name == "lean_linear").install(site)
+    with torch.no_grad():
+        assert not hasattr(block.norm(_random(1, 3, 24, seed=16)), "normalised_from")

@@ -15,6 +15,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+from shardyard.ops.registry import Situation
 from shardyard.ops.swiglu import ACTIVATIONS, SWIGLU, GatedKind, find_gated, lean_gated, lean_gated_down
 
 _SIZES: dict[str, Any] = dict(
@@ -30,6 +31,7 @@ FAMILIES = [
     (Glm4MLP, hf.Glm4Config(**_SIZES), GatedKind("gate_up_proj", None, "down_proj", "silu", 24, 16)),
 ]
 NAMES = ["llama", "llama-bias", "qwen3", "deepseek_v3", "gemma3", "glm4"]
+HERE = Situation(torch.device("cpu"), torch.float32)
 BY_NAME = {implementation.name: implementation for implementation in SWIGLU.implementations}
 
 
@@ -54,7 +56,7 @@ def _through(module: Any, x: torch.Tensor, cotangent: torch.Tensor) -> list[torc
 
 def _install(module: Any, name: str) -> None:
     (site,) = find_gated(module).sites
-    assert BY_NAME[name].unsuited(site) is None
+    assert BY_NAME[name].unsuited(site, HERE) is None
     BY_NAME[name].install(site)
 
 
@@ -141,5 +143,5 @@ def test_a_last_layer_that_is_not_plain_keeps_its_forward() -> None:
     module = _mlp(LlamaMLP, hf.LlamaConfig(**_SIZES))
     module.down_proj.forward = module.down_proj.forward
     (site,) = find_gated(module).sites
-    assert "no plain linear" in (BY_NAME["lean_down"].unsuited(site) or "")
-    assert BY_NAME["lean"].unsuited(site) is None
+    assert "no plain linear" in (BY_NAME["lean_down"].unsuited(site, HERE) or "")
+    assert BY_NAME["lean"].unsuited(site, HERE) is None

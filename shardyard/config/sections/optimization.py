@@ -6,7 +6,10 @@ from typing import Literal
 
 from shardyard.config.sections.base import Section, Switch, setting
 
-RmsNorm = Literal["auto", "lean", "torch", "liger", "npu"] | bool
+RmsNorm = Literal["auto", "lean_linear", "lean", "torch", "liger", "npu"] | bool
+Rotary = Literal["auto", "lean", "liger", "npu"] | bool
+Attention = Literal["auto", "lean", "varlen", "flash_attn", "flex", "npu"] | bool
+Experts = Literal["auto", "grouped_mm", "npu"] | bool
 SwiGlu = Literal["auto", "lean_down", "lean", "liger", "npu"] | bool
 
 
@@ -24,9 +27,17 @@ class OptimizationConfig(Section):
         "Fused gate and product of the gated MLP; see docs/operators.md.",
         "融合门控 MLP 的激活与乘积，见 docs/operators.md。",
     )
-    moe_grouped_gemm: Switch = _switch("Grouped matrix product of the experts.", "专家分组矩阵乘。")
-    use_fused_rotary_pos_emb: Switch = _switch("Fused rotary position embedding.", "融合旋转位置编码。")
-    use_flash_attn: Switch = _switch("Fused attention.", "融合注意力。")
+    moe_grouped_gemm: Experts = _switch(
+        "Grouped matrix product of the experts; see docs/operators.md.",
+        "专家分组矩阵乘，见 docs/operators.md。",
+    )
+    use_fused_rotary_pos_emb: Rotary = _switch(
+        "Fused rotary position embedding; see docs/operators.md.",
+        "融合旋转位置编码，见 docs/operators.md。",
+    )
+    use_flash_attn: Attention = _switch(
+        "Fused attention of documents; see docs/operators.md.", "融合注意力，见 docs/operators.md。"
+    )
     use_sparse_flash_attn: Switch = _switch("Sparse attention of the DSA families.", "DSA 系列的稀疏注意力。")
     use_fused_lightning_indexer: Switch = _switch(
         "Fused indexer of the DSA families.", "DSA 系列的融合索引器。"

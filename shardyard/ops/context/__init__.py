@@ -11,6 +11,7 @@ from shardyard.ops.context.kvallgather import kvallgather_attention
 from shardyard.ops.context.ring import ring_attention
 from shardyard.ops.context.share import ContextShare
 from shardyard.ops.context.ulysses import ulysses_attention
+from shardyard.ops.documents import Kernel
 
 __all__ = ["ContextShare", "context_attention"]
 
@@ -28,10 +29,12 @@ def context_attention(
     dropout: float = 0.0,
     window: int | None = None,
     sinks: Tensor | None = None,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """q [1, H, T/cp, D], k and v [1, Hkv, T/cp, D] -> [1, H, T/cp, D of v], for this rank's tokens.
 
-    ``doc_lens`` are the documents of the whole sequence, padded as ``context.method`` needs. All ranks of the
+    ``doc_lens`` are the documents of the whole sequence, padded as ``context.method`` needs. ``kernel`` is
+    for ulysses; the other methods merge blocks, for which ``flash`` has the kernel. All ranks of the
     group must call this together, forward and backward.
 
     Raises:
@@ -39,7 +42,7 @@ def context_attention(
     """
     shared: dict[str, Any] = dict(doc_lens=doc_lens, scale=scale, sinks=sinks)
     if context.method == "ulysses":
-        return ulysses_attention(context, q, k, v, dropout=dropout, window=window, **shared)
+        return ulysses_attention(context, q, k, v, dropout=dropout, window=window, kernel=kernel, **shared)
     if dropout:
         raise NotImplementedError(
             f"parallel.cp_type: {context.method} has no dropout of attention probabilities; use ulysses"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardyard.ops.context.share import ContextShare
-from shardyard.ops.documents import attend_documents
+from shardyard.ops.documents import Kernel, attend_documents
 
 Tensor = torch.Tensor
 
@@ -30,6 +30,7 @@ def ulysses_attention(
     dropout: float,
     window: int | None,
     sinks: Tensor | None,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """q [1, H, T/cp, D], k and v [1, Hkv, T/cp, D] -> [1, H, T/cp, D of v]; rank r holds the r-th stretch.
 
@@ -58,7 +59,7 @@ def ulysses_attention(
     if sinks is not None:
         sinks = sinks.chunk(size)[context.rank]
     out = attend_documents(
-        q, k, v, doc_lens=doc_lens, scale=scale, dropout=dropout, window=window, sinks=sinks
+        q, k, v, doc_lens=doc_lens, scale=scale, dropout=dropout, window=window, sinks=sinks, kernel=kernel
     )
     back = out[0].transpose(0, 1).unflatten(0, (size, -1)).contiguous()
     # [ranks, T/cp, heads of a rank, D]: the ranks' heads in their order.

@@ -1,0 +1,70 @@
+"""Linear layers that read normalised rows: what their weight's gradient needs is normalised again in the
+backward, so that a norm's output is not kept.
+
+A norm leaves on its output where it came from. A layer that gets that very tensor keeps the source, which the
+norm keeps anyway; any other input (a gathered sequence, a piece) is kept as always.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+Tensor = torch.Tensor
+_SOURCE = "normalised_from"
+
+
+class Source(NamedTuple):
+    """What a normalised tensor is made of again: ``make(*tensors)``."""
+
+    make: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+
+
+def leave_source(normed: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``normed``, with a note of how to make it again."""
+    if normed.requires_grad:
+        setattr(normed, _SOURCE, Source(make, tuple(tensor.detach() for tensor in tensors)))
+    return normed
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
+        ctx.make = source.make
+        ctx.save_for_backward(weight, *source.tensors)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        weight, *tensors = ctx.saved_tensors
+        (grad,) = grads
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_weight = of_bias = None
+        if ctx.needs_input_grad[1]:
+            of_weight = rows.t() @ ctx.make(*tensors).reshape(-1, weight.shape[1])
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return grad @ weight if ctx.needs_input_grad[0] else None, of_weight, of_bias, None
+
+
+def linear(layer: Any, input: Tensor) -> Tensor:
+    """The forward of a linear layer; what it reads of ``layer`` may be a view (tensor parallelism)."""
+    source = getattr(input, _SOURCE, None)
+    if source is None or not torch.is_grad_enabled():
+        return F.linear(input, layer.weight, layer.bias)
+    return _Linear.apply(input, layer.weight, layer.bias, source)  # pyright: ignore[reportReturnType]
+
+
+def install_readers(block: nn.Module, width: int) -> None:
+    """The plain linear layers inside ``block`` that take rows of ``width`` numbers."""
+    for layer in block.modules():
+        if type(layer) is nn.Linear and layer.in_features == width and "forward" not in layer.__dict__:
+            layer.forward = functools.partial(linear, layer)
