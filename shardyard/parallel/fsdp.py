@@ -22,6 +22,7 @@ from shardyard.config import ParallelConfig
 from shardyard.config.shares import leaves_a_rank_empty
 from shardyard.device import Device
 from shardyard.errors import UserError
+from shardyard.parallel.alone import use_in_place
 from shardyard.parallel.blocks import Blocks, outermost, select_blocks, wrappable
 from shardyard.parallel.experts.placement import expert_placement
 from shardyard.parallel.experts.select import expert_modules, fused_experts
@@ -90,6 +91,7 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
         shard(group, mesh=mesh, reshard_after_forward=keep, shard_placement_fn=place, mp_policy=mp)
     shard(model, mesh=meshes.fsdp, shard_placement_fn=dense)
     _sum_gradients(model)
+    use_in_place(model)
     set_prefetch(model, groups, parallel)
 
 
