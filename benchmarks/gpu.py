@@ -332,40 +332,40 @@ def padded(step: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def measure_operators(bench: Bench, name: str) -> None:
     """Each implementation that can run here beside the family's own code, on the model's shapes."""
-    from shardyard.ops import self_check
+    from shardyard.ops import DOCUMENTS_ATTENTION
     from shardyard.ops.apply import OPERATIONS
     from shardyard.ops.registry import Situation
 
-    situation = Situation(bench.device, bench.dtype)
+    situation = Situation(bench.device, bench.dtype, tokens=64 if bench.options.tiny else 4096)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**MODELS[name]), dtype=bench.dtype)
-    tokens, self_check.TOKENS = self_check.TOKENS, 64 if bench.options.tiny else 4096
-    try:
-        for operation in OPERATIONS:
-            sites = {site.kind: site for site in operation.find(model).sites}
-            for site in sites.values():
-                with torch.device(bench.device):
-                    example = operation.example(site, situation)
-                eager = run_both_ways(bench, example.eager, example.inputs)
-                for implementation in operation.implementations:
-                    reason = implementation.missing(situation) or implementation.unsuited(site)
-                    if reason is None:
-                        ours = run_both_ways(bench, implementation.run(site), example.inputs)
-                        figures = [f"{1e3 * ours:.3f}", f"{1e3 * eager:.3f}", f"{eager / ours:.2f} x"]
-                    else:
-                        figures = [f"not here: {reason}", f"{1e3 * eager:.3f}", ""]
-                    bench.operators.append([f"{operation.name} ({site.name})", implementation.name, *figures])
-    finally:
-        self_check.TOKENS = tokens
+        model = AutoModelForCausalLM.from_config(
+            Qwen3Config(**MODELS[name]), dtype=bench.dtype, attn_implementation=DOCUMENTS_ATTENTION
+        )
+    for operation in OPERATIONS:
+        sites = {site.kind: site for site in operation.find(model).sites}
+        for site in sites.values():
+            with torch.device(bench.device):
+                example = operation.example(site, situation)
+            eager = run_both_ways(bench, example.eager, example.inputs)
+            for implementation in operation.implementations:
+                reason = implementation.missing(situation) or implementation.unsuited(site, situation)
+                if reason is None:
+                    ours = run_both_ways(bench, implementation.run(site), example.inputs, example.more)
+                    figures = [f"{1e3 * ours:.3f}", f"{1e3 * eager:.3f}", f"{eager / ours:.2f} x"]
+                else:
+                    figures = [f"not here: {reason}", f"{1e3 * eager:.3f}", ""]
+                bench.operators.append([f"{operation.name} ({site.name})", implementation.name, *figures])
 
 
-def run_both_ways(bench: Bench, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> float:
+def run_both_ways(
+    bench: Bench, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], more: tuple[Any, ...] = ()
+) -> float:
     """Median seconds of a forward and a backward."""
     leaves = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
 
     def once() -> None:
-        outputs = function(*leaves)
+        outputs = function(*leaves, *more)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.grad(outputs, wanted, [torch.ones_like(out) for out in outputs], allow_unused=True)
 

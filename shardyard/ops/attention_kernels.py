@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from shardyard.ops.attention import KERNEL, NAME
 from shardyard.ops.documents import Kernel, attend_documents, lean_documents
+from shardyard.ops.flash import padded
 from shardyard.ops.registry import Example, Found, Implementation, Operation, Site, Situation
 from shardyard.ops.rotary import own_forward
-from shardyard.ops.self_check import TOKENS, random
+from shardyard.ops.self_check import random
 
 Tensor = torch.Tensor
 _HALF = (torch.bfloat16, torch.float16)
@@ -44,7 +45,7 @@ def _ends(doc_lens: tuple[int, ...], device: torch.device) -> Tensor:
 def _tokens_first(*tensors: Tensor) -> list[Tensor]:
     """[1, H, T, D] -> [T, H, D], all of one width: zeros change neither scores nor other columns."""
     width = max(tensor.shape[-1] for tensor in tensors)
-    return [F.pad(t, (0, width - t.shape[-1]))[0].transpose(0, 1) for t in tensors]
+    return [padded(tensor, width)[0].transpose(0, 1) for tensor in tensors]
 
 
 def _heads_first(out: Tensor, width: int) -> Tensor:
@@ -170,20 +171,16 @@ def _example(site: Site, situation: Situation) -> Example:
     """Three documents, one of a single token; a window that is shorter than the longest."""
     kind: AttentionKind = site.kind
     sizes = ((kind.heads, kind.width), (kind.key_heads, kind.width), (kind.key_heads, kind.value_width))
-    inputs = tuple(
-        random((1, heads, TOKENS, width), 41 + number, situation.dtype, situation.device)
-        for number, (heads, width) in enumerate(sizes)
+    inputs = tuple(  # as projections give them: [1, T, H, D] in memory
+        random((1, situation.tokens, heads, width), 41 + n, situation.dtype, situation.device).transpose(1, 2)
+        for n, (heads, width) in enumerate(sizes)
     )
-    settings: dict[str, Any] = _settings(kind)
-    return Example(functools.partial(attend_documents, **settings), inputs)
+    lens = situation.tokens - 17, 1, 16
+    return Example(functools.partial(attend_documents, doc_lens=lens, **_settings(kind)), inputs, (lens,))
 
 
 def _settings(kind: AttentionKind) -> dict[str, Any]:
-    return {
-        "doc_lens": (TOKENS - 17, 1, 16),
-        "scale": kind.width**-0.5,
-        "window": None if kind.window is None else min(kind.window, 8),
-    }
+    return {"scale": kind.width**-0.5, "window": None if kind.window is None else min(kind.window, 8)}
 
 
 def _implementation(name: str, kernel: Kernel, **limits: Any) -> Implementation:
@@ -191,7 +188,7 @@ def _implementation(name: str, kernel: Kernel, **limits: Any) -> Implementation:
         setattr(site.module, KERNEL, kernel)
 
     def run(site: Site) -> Any:
-        return functools.partial(kernel, **_settings(site.kind))
+        return lambda q, k, v, doc_lens: kernel(q, k, v, doc_lens=doc_lens, **_settings(site.kind))
 
     return Implementation(name, install, run, **limits)
 

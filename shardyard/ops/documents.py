@@ -93,6 +93,9 @@ class _Documents(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, *lses = ctx.saved_tensors
+        if len(lses) == 1:
+            alone = flash.backward(grads[0], q, k, v, out, lses[0], ctx.reach, ctx.scale)
+            return *alone, None, None, None
         totals = [_tokens_first_in_memory(tensor, tensor.shape[-1]) for tensor in (q, k, v)]
         inputs = (tensor.split(ctx.lens, 2) for tensor in (grads[0], q, k, v, out))
         targets = (tensor.split(ctx.lens, 2) for tensor in totals)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from shardyard.ops.registry import EAGER, Example, Found, Implementation, Operation, Site, Situation
-from shardyard.ops.self_check import TOKENS, random
+from shardyard.ops.self_check import random
 
 Tensor = torch.Tensor
 _EXPERTS, _CHOSEN, _WIDEST = 4, 2, 256
@@ -82,9 +82,9 @@ def _example(site: Site, situation: Situation) -> Example:
         0.1 * random((_EXPERTS, *(smaller.get(size, size) for size in shape[1:])), 51 + number, *where)
         for number, (_, shape) in enumerate(site.kind.shapes)
     ]
-    hidden = random((TOKENS, smaller[_hidden_size(site.module)]), 61, *where)
-    weights = random((TOKENS, _CHOSEN), 62, *where).softmax(-1)
-    token = torch.arange(TOKENS, device=situation.device)
+    hidden = random((situation.tokens, smaller[_hidden_size(site.module)]), 61, *where)
+    weights = random((situation.tokens, _CHOSEN), 62, *where).softmax(-1)
+    token = torch.arange(situation.tokens, device=situation.device)
     first = token % (_EXPERTS - 1)  # so the last expert is never the first choice, and one has few tokens
     index = torch.stack([first, (first + 1 + token // 40) % _EXPERTS], dim=1)
 

@@ -81,7 +81,13 @@ def _one_width(*tensors: Tensor) -> list[Tensor]:
     width = max(tensor.shape[-1] for tensor in tensors)
     if not _is_cpu(tensors[0]):
         width = -(-width // 8) * 8
-    return [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors]
+    return [padded(tensor, width) for tensor in tensors]
+
+
+def padded(tensor: Tensor, width: int) -> Tensor:
+    """With zeros up to ``width``; one that is as wide is not copied, as PyTorch's own function does."""
+    missing = width - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _is_cpu(q: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,24 +21,42 @@ Tensor = torch.Tensor
 _SOURCE = "normalised_from"
 
 
-class Source(NamedTuple):
-    """What a normalised tensor is made of again: ``make(*tensors)``."""
+@dataclass
+class Again:
+    """A normalised tensor that is made again by ``make``, once for its readers' backwards, which follow one
+    another.
+    """
 
     make: Callable[..., Tensor]
+    readers: int = 0
+    made: Tensor | None = None
+
+    def read(self, tensors: list[Tensor]) -> Tensor:
+        made = self.make(*tensors) if self.made is None else self.made
+        self.readers -= 1
+        self.made = made if self.readers > 0 else None
+        return made
+
+
+class Source(NamedTuple):
+    """What a normalised tensor is made of."""
+
+    again: Again
     tensors: tuple[Tensor, ...]
 
 
 def leave_source(normed: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``normed``, with a note of how to make it again."""
     if normed.requires_grad:
-        setattr(normed, _SOURCE, Source(make, tuple(tensor.detach() for tensor in tensors)))
+        setattr(normed, _SOURCE, Source(Again(make), tuple(tensor.detach() for tensor in tensors)))
     return normed
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
-        ctx.make = source.make
+        ctx.again = source.again
+        source.again.readers += 1
         ctx.save_for_backward(weight, *source.tensors)
         return F.linear(x, weight, bias)
 
@@ -49,7 +68,7 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
-            of_weight = rows.t() @ ctx.make(*tensors).reshape(-1, weight.shape[1])
+            of_weight = rows.t() @ ctx.again.read(tensors).reshape(-1, weight.shape[1])
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
         return grad @ weight if ctx.needs_input_grad[0] else None, of_weight, of_bias, None

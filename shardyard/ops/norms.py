@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shardyard.ops.norm_linear import install_readers, leave_source
 from shardyard.ops.registry import Example, Found, Implementation, Operation, Site, Situation
-from shardyard.ops.self_check import TOKENS, random
+from shardyard.ops.self_check import random
 
 Tensor = torch.Tensor
 
@@ -181,7 +181,7 @@ def _twin(module: nn.Module, weight: Tensor) -> Any:
 
 def _example(site: Site, situation: Situation) -> Example:
     kind: NormKind = site.kind
-    x = random((1, TOKENS, kind.width), 3, situation.dtype, situation.device)
+    x = random((1, situation.tokens, kind.width), 3, situation.dtype, situation.device)
     weight = 1 - kind.offset + 0.1 * random((kind.width,), 4, situation.dtype, situation.device)
 
     def eager(x: Tensor, weight: Tensor) -> Tensor:

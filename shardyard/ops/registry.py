@@ -21,11 +21,14 @@ EAGER = "eager"
 
 @dataclass(frozen=True)
 class Situation:
-    """Where the operators will run, in which dtype, and whether a compiler sees them."""
+    """Where the operators will run, in which dtype, and whether a compiler sees them. ``tokens``: of an
+    `Example`; enough for every row of a kernel's block, few enough to cost nothing.
+    """
 
     device: torch.device
     dtype: torch.dtype
     compiled: bool = False
+    tokens: int = 48
 
 
 class Site(NamedTuple):

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.autograd.function import once_differentiable
 
 from shardyard.ops.registry import Example, Found, Implementation, Operation, Site, Situation
-from shardyard.ops.self_check import TOKENS, random
+from shardyard.ops.self_check import random
 
 Tensor = torch.Tensor
 Layout = Literal["halves", "pairs"]
@@ -219,8 +219,9 @@ def _example(site: Site, situation: Situation) -> Example:
     forward = own_forward(site.module)
     assert forward is not None
     where = situation.dtype, situation.device
-    q, k = (random((1, n, TOKENS, kind.width), 35 + n, *where) for n in (kind.heads, kind.key_heads))
-    angles = random((1, TOKENS, kind.table_width), 37, torch.float32, situation.device)
+    shapes = ((1, situation.tokens, heads, kind.width) for heads in (kind.heads, kind.key_heads))
+    q, k = (random(shape, 35 + n, *where).transpose(1, 2) for n, shape in enumerate(shapes))
+    angles = random((1, situation.tokens, kind.table_width), 37, torch.float32, situation.device)
     if kind.turns[0][1].table != "whole":
         first, _ = angles.chunk(2, dim=-1)
         paired = kind.turns[0][1].table == "pairs"

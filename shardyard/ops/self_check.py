@@ -10,9 +10,6 @@ import torch
 from shardyard.errors import first_line
 from shardyard.ops.registry import Example, Implementation, Operation, Site, Situation
 
-TOKENS = 48
-"""Of an example: enough for every row of a kernel's block, few enough to cost nothing."""
-
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 """Of a difference relative to the largest value. Half precision rounds in other places than the twin does."""
 
