@@ -1,0 +1,57 @@
+"""Settings of optimizers and schedules, as a YAML has them: read, refused, and told where they do nothing."""
+
+from __future__ import annotations
+
+import pytest
+from support.configs import fault_of, load
+
+from shardyard.config.parameter_groups import GroupRule, group_rules
+
+
+def test_groups_are_read_from_yaml_with_a_pattern_or_a_list_of_them(tmp_path):
+    text = (
+        "training:\n  lr: 1e-4\n  parameter_groups:\n"
+        "    - {patterns: 'model.embed_tokens.*', lr: 2e-5}\n"
+        "    - patterns: ['*norm*', 'model.layers.{0-3}.*']\n      lr_scale: 0.5\n      weight_decay: 0\n"
+    )
+    one, two = group_rules(load(tmp_path, text).config.training)
+    assert one == GroupRule(("model.embed_tokens.*",), pytest.approx(0.2), None)
+    assert two == GroupRule(("*norm*", "model.layers.{0-3}.*"), 0.5, 0.0)
+
+
+def test_an_entry_that_is_none_is_refused_where_it_stands(tmp_path):
+    text = "training:\n  parameter_groups:\n    - {patterns: '*', lr: 1e-5, lr_scale: 2}\n"
+    assert fault_of(tmp_path, text) == (
+        "run.yaml:3:5  training.parameter_groups: entry 1 has lr and lr_scale; keep one"
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused_adamw", "muon", "lion", "adam_mini"])
+def test_every_optimizer_passes_the_check_with_its_defaults(tmp_path, optimizer):
+    loaded = load(tmp_path, f"training: {{optimizer: {optimizer}}}")
+    assert not [warning for warning in loaded.warnings if "optimizer" in warning]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "{muon_momentum: 0.9}",
+            "training.muon_momentum: has no effect while training.optimizer is not muon",
+        ),
+        ("{optimizer: muon, lion_beta1: 0.8}", "while training.optimizer is not lion"),
+        ("{optimizer: lion, adam_beta2: 0.8}", "adam_beta2: has no effect while training.optimizer is lion"),
+        ("{lr_wsd_decay_ratio: 0.2}", "while training.lr_scheduler_type is not wsd"),
+        ("{lr_num_cycles: 2}", "while training.lr_scheduler_type is not cosine_with_restarts"),
+        ("{lr_power: 2}", "while training.lr_scheduler_type is not polynomial"),
+        ("{lr_scheduler_type: constant_with_warmup, min_lr: 0}", "training.lr_scheduler_type is constant"),
+    ],
+)
+def test_settings_of_another_optimizer_or_schedule_are_told(tmp_path, text, reason):
+    warnings = load(tmp_path, f"training: {text}").warnings
+    assert len([warning for warning in warnings if reason in warning]) == 1
+
+
+def test_settings_of_the_chosen_one_are_not_told(tmp_path):
+    text = "{optimizer: muon, adam_beta2: 0.9, lr_scheduler_type: wsd, lr_wsd_decay_ratio: 0.2}"
+    assert not [w for w in load(tmp_path, f"training: {text}").warnings if "no effect" in w]
