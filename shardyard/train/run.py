@@ -67,6 +67,7 @@ from shardyard.train.run_folder import (
 )
 from shardyard.train.same_settings import refuse_different_settings
 from shardyard.train.saving import Saver
+from shardyard.train.scaler import LossScaler
 from shardyard.train.state import RunState
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
@@ -149,7 +150,7 @@ def _train(
     with held(output_dir, holds=group.is_main):
         code, steps = _train_and_export(parts, trainer)
     if code == 0:
-        logger.info("Training completed in %.2fs (%d steps)", time.perf_counter() - started, steps)
+        logger.info("Training completed in %.2fs, at step %d", time.perf_counter() - started, steps)
     return code
 
 
@@ -250,7 +251,8 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
     step = TrainStep(
         built.model, parts.optimizer, parts.group, parts.device, meshes=meshes,
         max_grad_norm=training.max_grad_norm, on_nonfinite=training.on_nonfinite,
-        packed=built.unpacked is None, seed=training.seed,
+        packed=built.unpacked is None, seed=training.seed, in_backward=training.optimizer_in_backward,
+        scaler=LossScaler.of(training, parts.loaded.config.parallel, state.scale),
     )  # fmt: skip
     batches = BatchLoader(
         parts.data.samples, sampler, dp_rank=meshes.dp_rank, dp_size=meshes.dp_size,
