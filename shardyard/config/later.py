@@ -34,8 +34,6 @@ LATER: dict[str, Later] = {
     "model.enable_fsdp_low_precision_all_gather": Later(_QUANT),
     "model.fsdp_low_precision_all_gather_mode": Later(_QUANT),
     "data.eval_num_beams": Later("evaluation by generation"),
-    "parallel.param_dtype": Later("fp16, with its loss scaler,", ("fp16",)),
-    "parallel.reduce_dtype": Later("fp16, with its loss scaler,", ("fp16",)),
     "training.indexer_loss_coeff": Later("the sparse-attention indexer's loss"),
     "training.mtp_loss_scaling_factor": Later("multi-token prediction"),
     "training.profile": Later(_PROFILE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ def _check_run(checked: Checked) -> None:
     _check_loss(checked)
     _check_saving(checked)
     _check_in_backward(checked)
+    _check_low_bit(checked)
     resume = training.resume_from_checkpoint
     if training.overwrite_output_dir and resume is not None:
         inside = os.path.realpath(resume).startswith(os.path.realpath(training.output_dir) + os.sep)
@@ -187,6 +189,17 @@ def _check_in_backward(checked: Checked) -> None:
             (key, "training.on_nonfinite"),
             f"{key}: true updates before it is known whether all gradients are finite, so "
             f"training.on_nonfinite: skip cannot be kept; set {key}: two_pass, or on_nonfinite: stop",
+        )
+
+
+def _check_low_bit(checked: Checked) -> None:
+    key = "training.optimizer_state_dtype"
+    dtype = checked.config.training.optimizer_state_dtype
+    if dtype in ("int8", "int4") and importlib.util.find_spec("torchao") is None:
+        checked.fault(
+            (key,),
+            f"{key}: {dtype} needs torchao, which is not installed here: "
+            "pip install -c constraints.txt 'shardyard[low_bit]'; bf16 needs nothing",
         )
 
 

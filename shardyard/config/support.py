@@ -140,7 +140,9 @@ FEATURES: dict[str, Feature] = {
     "whole_optimizer": Feature(
         "Muon or Adam-mini", "training.optimizer", lambda c, _: c.training.optimizer in ("muon", "adam_mini")
     ),
-    "fp16": Feature("param_dtype: fp16", "parallel.param_dtype", lambda c, _: c.parallel.param_dtype == "fp16"),
+    "fp16": Feature(
+        "param_dtype: fp16", "parallel.param_dtype", lambda c, _: c.parallel.param_dtype == "fp16"
+    ),
     "bf16_reduce": Feature(
         "reduce_dtype: bf16", "parallel.reduce_dtype", lambda c, _: c.parallel.reduce_dtype == "bf16"
     ),

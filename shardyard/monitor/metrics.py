@@ -44,7 +44,7 @@ def metrics_of(record: StepRecord) -> dict[str, Any]:
         "consumed_tokens": record.consumed_tokens,
         "mtp_loss": record.mtp_loss,
     }
-    for name in ("aux_loss", "max_expert_load", "unused_experts"):
+    for name in ("loss_scale", "aux_loss", "max_expert_load", "unused_experts"):
         if (value := getattr(record, name)) is not None:
             values[name] = value
     return values

@@ -31,6 +31,8 @@ class StepRecord:
     memory_reserved_bytes: int
     epoch: int = 0
     mtp_loss: float = 0.0
+    loss_scale: float | None = None
+    """With fp16, what the next update's loss is multiplied by; None in other precisions."""
     aux_loss: float | None = None
     """Of the balance of experts, without its coefficient; None where none is trained."""
     max_expert_load: float | None = None
@@ -68,6 +70,8 @@ def format_log_line(
     )
     if record.aux_loss is not None:
         pieces.append(f" aux loss: {scientific(record.aux_loss)} |")
+    if record.loss_scale is not None:
+        pieces.append(f" loss scale: {record.loss_scale:.1f} |")
     pieces.append(
         f" grad norm: {record.grad_norm:.3f} |"
         f" max_memory_allocated(GB): {record.memory_allocated_bytes / _GIB:.2f} |"

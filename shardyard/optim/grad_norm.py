@@ -60,7 +60,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter], norm: float, max_norm: float, scale: float = 1.0
 ) -> None:
-    """Multiply all gradients by `clip_factor`, and free them of the factor ``scale`` that ``norm`` has not."""
+    """Multiply all gradients by `clip_factor`, and free them of ``scale``, which ``norm`` does not have."""
     factor = clip_factor(norm, max_norm) / scale
     if factor == 1.0:
         return

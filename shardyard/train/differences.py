@@ -38,6 +38,7 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
         "the same global batches, cut otherwise: equal up to rounding",
     ),
     ("training.seed", "dropout is drawn anew"),
+    ("training.fp16_initial_scale", "the scale is the checkpoint's"),
     ("training.optimizer", "the state is taken over where it is of the same kind"),
     ("training.eval_* training.per_device_eval* training.early_*", "holds from the next validation on"),
     (

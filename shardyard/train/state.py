@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from shardyard.train.scaler import ScaleState
+
 
 @dataclass(frozen=True)
 class RunState:
@@ -26,6 +28,12 @@ class RunState:
     best_step: int | None = None
     bad_evaluations: int = 0
     """Validations in a row since the best one."""
+    loss_scale: float | None = None
+    """With fp16 compute, the scale after the last step; None before the first and in other precisions."""
+    good_steps: int = 0
+    """Steps without an overflow since that scale last changed."""
+    overflows: int = 0
+    """Steps of the run that were skipped because gradients overflowed fp16."""
 
     def after(self, *, cursor: int, samples: int, tokens: int) -> RunState:
         return replace(
@@ -35,6 +43,16 @@ class RunState:
             consumed_samples=self.consumed_samples + samples,
             consumed_tokens=self.consumed_tokens + tokens,
         )
+
+    @property
+    def scale(self) -> ScaleState | None:
+        """Of fp16's loss; None where there is none yet."""
+        if self.loss_scale is None:
+            return None
+        return ScaleState(self.loss_scale, self.good_steps, self.overflows)
+
+    def scaled(self, scale: ScaleState) -> RunState:
+        return replace(self, loss_scale=scale.scale, good_steps=scale.good_steps, overflows=scale.overflows)
 
     def judged(self, loss: float, *, min_delta: float) -> RunState:
         """After a validation with total ``loss``: it is the best when the lowest fell by more than

@@ -10,17 +10,19 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from shardyard.checkpoint.state import persistent_tensors
 from shardyard.data.types import IGNORE_INDEX, MicroBatch
 from shardyard.device import Device, ProcessGroup
-from shardyard.optim import clip_gradients, owned_square_sum, set_lr
+from shardyard.optim import InBackward, clip_factor, clip_gradients, owned_square_sum, set_lr
 from shardyard.parallel import GradientSums, Meshes, RoutingStats, answers_for, check_replicas
 from shardyard.parallel.pipeline import PipelineModel, tied_partners
+from shardyard.train.scaler import LossScaler, ScaleState
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class StepResult:
     """None for a model without experts."""
     skipped: str | None = None
     """Why the optimizer did not move; None when it did."""
+    scale: ScaleState | None = None
+    """With fp16, of the next step's loss; None where nothing has changed it."""
     notice: int = 0
     """The bits that any rank had to tell at the end of the step."""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or Inf; raised before the optimizer moves."""
+    """A loss or gradient is NaN or Inf; raised before the optimizer moves, if it does not in the backward."""
 
     on_every_rank = True
 
@@ -79,10 +83,12 @@ class TrainStep:
         on_nonfinite: str = "stop",
         packed: bool = True,
         seed: int = 0,
+        in_backward: bool | Literal["two_pass"] = False,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.model, self.optimizer, self.group, self.device = model, optimizer, group, device
         self.meshes, self.max_grad_norm, self.on_nonfinite = meshes, max_grad_norm, on_nonfinite
-        self.packed, self.seed = packed, seed
+        self.packed, self.seed, self.scaler = packed, seed, scaler
         self.notice: Callable[[], int] = _nothing_to_tell
         """What this rank has to tell the others at the end of a step, as bits; it costs no collective."""
         self.routing = model.routing
@@ -91,6 +97,11 @@ class TrainStep:
         self.sum_gradients = GradientSums(self.parameters, meshes, self.tied)
         partners = {p for p, pair in self.tied if pair.rank() != 0}  # the first stage answers for them
         self.owned = [p for p in self.parameters if answers_for(p, meshes) and p not in partners]
+        self.in_backward = (
+            InBackward(optimizer, late=self.sum_gradients.summed, two_passes=in_backward == "two_pass")
+            if in_backward
+            else None
+        )
 
     def __call__(self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float) -> StepResult:
         """Update number ``step`` (from 1) with learning rate ``lr``.
@@ -102,24 +113,36 @@ class TrainStep:
         if counts.labelled == 0:
             memory = self.device.peak_memory()
             return StepResult(math.nan, 0.0, 0, counts.tokens, *memory, skipped="no token in it has a label")
-        # Dropout follows from seed, step and rank, so that resuming needs no generator state.
-        self.device.seed(step_seed(self.seed, step, self.group.rank))
-        if self.routing is not None:
-            self.routing.begin_step(counts.tokens)
-        losses = self._forward_backward(micro_batches, counts)
+        set_lr(self.optimizer, lr)
+        with nullcontext() if self.in_backward is None else self.in_backward.first_pass():
+            losses = self._begin(micro_batches, counts, step)
         result, faults = self._conclude(losses, counts)
         if faults:
             self.optimizer.zero_grad(set_to_none=True)
             self._finish_routing(applied=False)
+            if self.scaler is not None and _are_of_gradients(faults) and self.scaler.can_back_off:
+                return replace(result, skipped=self.scaler.back_off(), scale=self.scaler.state)
             message = self._describe(faults, micro_batches, step)
+            if self.in_backward is not None and not self.in_backward.two_passes:
+                message += "; by training.optimizer_in_backward the weights have moved: go back to a save"
             if self.on_nonfinite == "stop":
                 raise NonFiniteError(message)
             return replace(result, skipped=message)
-        clip_gradients(self.parameters, result.grad_norm, self.max_grad_norm)
-        set_lr(self.optimizer, lr)
+        if self.in_backward is not None and self.in_backward.two_passes:
+            self.optimizer.zero_grad(set_to_none=True)
+            with self.in_backward.second_pass(clip_factor(result.grad_norm, self.max_grad_norm) / self.scale):
+                self._begin(micro_batches, counts, step)
+        clip_gradients(self.parameters, result.grad_norm, self.max_grad_norm, self.scale)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.scaler is not None:
+            result = replace(result, scale=self.scaler.succeeded())
         return replace(result, routing=self._finish_routing(applied=True))
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by before the backward: 1 but for fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def compare_replicas(self) -> int:
         """How many tensors other ranks hold as well, all equal there; every rank calls it.
@@ -132,6 +155,14 @@ class TrainStep:
     def _finish_routing(self, *, applied: bool) -> RoutingStats | None:
         return None if self.routing is None else self.routing.finish_step(applied=applied)
 
+    def _begin(self, micro_batches: Sequence[MicroBatch], counts: _Counts, step: int) -> list[torch.Tensor]:
+        """The forwards and backwards of a step, the same ones when it is called again."""
+        # Dropout follows from seed, step and rank, so that resuming needs no generator state.
+        self.device.seed(step_seed(self.seed, step, self.group.rank))
+        if self.routing is not None:
+            self.routing.begin_step(counts.tokens, self.scale)
+        return self._forward_backward(micro_batches, counts)
+
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> _Counts:
         documents = [1 if self.packed else len(batch.doc_lens) for batch in micro_batches]
         # Ranks that share a batch (cp, tp, pp) have the same micro-batches; one of them counts them.
@@ -143,10 +174,13 @@ class TrainStep:
         return _Counts(int(rows[:, 0].sum()), int(rows[:, 1].sum()), tuple(forwards))
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], counts: _Counts) -> list[torch.Tensor]:
-        """Loss sums, one per micro-batch. Gradients are sums over ranks, so 1/N is the only factor."""
+        """Loss sums, one per micro-batch. Gradients are sums over ranks, so 1/N is the only factor, times the
+        scale of fp16.
+        """
+        divisor = counts.labelled / self.scale
         if isinstance(self.model, PipelineModel):
             parts = [forward_parts(batch, 1, device=self.device, packed=True)[0] for batch in micro_batches]
-            losses = self.model.forward_backward(parts, counts.labelled)
+            losses = self.model.forward_backward(parts, divisor)
             self.sum_gradients()
             return losses
         losses = []
@@ -157,7 +191,7 @@ class TrainStep:
             for number, part in enumerate(parts):
                 self.model.set_requires_gradient_sync(index == last and number == len(parts) - 1)
                 loss = self.model(**part)
-                (loss / counts.labelled).backward()
+                (loss / divisor).backward()
                 sums.append(loss.detach())
             losses.append(torch.stack(sums).sum())
         self.sum_gradients()
@@ -172,11 +206,11 @@ class TrainStep:
         per_batch = torch.stack(losses).cpu().double()  # the only wait for the device before the norm
         finite = torch.isfinite(per_batch)
         first_bad = -1 if bool(finite.all()) else int((~finite).int().argmax())
-        square = owned_square_sum(self.owned)
+        square = owned_square_sum(self.owned, self.in_backward.norms if self.in_backward else None)
         loss_sum = float(per_batch.sum()) if self.meshes.counts_loss else 0.0
         rows = self.group.gather([loss_sum, square, first_bad, *self.device.peak_memory(), self.notice()])
         loss = float(rows[:, 0].sum()) / counts.labelled
-        norm = math.sqrt(total) if (total := float(rows[:, 1].sum())) >= 0 else math.nan
+        norm = math.sqrt(total) / self.scale if (total := float(rows[:, 1].sum())) >= 0 else math.nan
         result = StepResult(
             loss, norm, counts.labelled, counts.tokens, int(rows[:, 3].max()), int(rows[:, 4].max()),
             notice=functools.reduce(operator.or_, rows[:, 5].int().tolist()),
@@ -228,6 +262,11 @@ def forward_parts(batch: MicroBatch, forwards: int, *, device: Device, packed: b
         "is_filler": True,
     }
     return parts + [padding] * (forwards - len(parts))
+
+
+def _are_of_gradients(faults: dict[int, int | None]) -> bool:
+    """Whether the loss itself is finite on every rank."""
+    return all(micro_batch is None for micro_batch in faults.values())
 
 
 def _nothing_to_tell() -> int:

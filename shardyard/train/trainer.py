@@ -98,6 +98,8 @@ class Trainer:
             if result.skipped:
                 logger.warning("step %d skipped, weights unchanged: %s", number, result.skipped)
             self.state = self.state.after(cursor=batch.end, samples=batch.size, tokens=result.num_tokens)
+            if result.scale is not None:
+                self.state = self.state.scaled(result.scale)
             elapsed = time.perf_counter() - started
             if number == first:
                 self._check_replicas()
@@ -256,6 +258,7 @@ class Trainer:
             memory_allocated_bytes=result.memory_allocated,
             memory_reserved_bytes=result.memory_reserved,
             epoch=batch.epoch,
+            loss_scale=self.state.loss_scale,
             aux_loss=routing and routing.aux_loss,
             max_expert_load=routing and routing.max_load,
             unused_experts=routing and routing.unused_experts,

@@ -52,6 +52,7 @@ ASK: dict[str, dict[str, Any]] = {
     "chunk_loss": {"optimization.chunk_loss_size": 7},
     "z_loss": {"training.z_loss_coef": 1e-4},
     "label_smoothing": {"training.label_smoothing": 0.1},
+    "fp16": {"parallel.param_dtype": "fp16"},
     "bf16_reduce": {"parallel.reduce_dtype": "bf16"},
     "parameter_groups": {"training.parameter_groups": '[{"patterns": "*norm*", "lr_scale": 0.5}]'},
     "validation": {"data.eval_dataset": "other"},

@@ -123,7 +123,7 @@ def test_a_layer_keeps_its_input_and_the_named_outputs(ranks, tmp_path, again, k
 
 def test_with_full_recompute_memory_is_linear_in_the_length(ranks, tmp_path):
     """A token costs a hidden state per layer, and once what one layer and its backward hold."""
-    lengths = (512, 1024, 2048)
+    lengths = (1024, 2048, 4096)
     slopes = {}
     for layers in (LAYERS, 2 * LAYERS):
         folder = deep(tmp_path, layers)

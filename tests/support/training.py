@@ -67,6 +67,7 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     from shardyard.models import LossOptions, Placement, build_model, load_model_config
     from shardyard.optim import build_optimizer
     from shardyard.parallel import Compilation, RoutingOptions, build_meshes, build_routing
+    from shardyard.train.scaler import LossScaler
     from shardyard.train.step import TrainStep
 
     options = ModelConfig(model_name_or_path=str(folder), **recipe.model)
@@ -92,6 +93,8 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
         built.model, build_optimizer(built.model, training, meshes), group, device,
         meshes=meshes, max_grad_norm=training.max_grad_norm, on_nonfinite=training.on_nonfinite,
         packed=built.unpacked is None if recipe.packed is None else recipe.packed, seed=training.seed,
+        scaler=LossScaler.of(training, parallel),
+        in_backward=training.optimizer_in_backward,
     )  # fmt: skip
     return built, step, meshes
 

@@ -53,10 +53,12 @@ class TrainingConfig(Section):
         "sqrt(max(1, rows / columns)).",
         "Muon 的学习率系数：0.2 sqrt(max(行, 列))（可沿用 AdamW 的 lr），或 sqrt(max(1, 行 / 列))。",
     )
-    optimizer_state_dtype: Literal["fp32", "bf16"] = setting(
+    optimizer_state_dtype: Literal["fp32", "bf16", "int8", "int4"] = setting(
         "fp32",
-        "Type of AdamW's two moments: 8 bytes a parameter in fp32, 4 in bf16 with stochastic rounding.",
-        "AdamW 两个动量的类型：fp32 每参数 8 字节；bf16（随机舍入）4 字节。",
+        "Type of AdamW's two moments: 8 bytes a parameter in fp32, 4 in bf16 (rounded stochastically), about "
+        "2 in int8 and 1 in int4 (in blocks; needs torchao). See memory.md.",
+        "AdamW 两个动量的类型：fp32 每参数 8 字节；bf16（随机舍入）4 字节；int8 约 2 字节，int4 约 1 字节"
+        "（分块量化，需要 torchao）。",
     )
     optimizer_in_backward: Literal["two_pass"] | bool = setting(
         False,
@@ -317,9 +319,12 @@ class TrainingConfig(Section):
         gt=0,
     )
     fp16_growth_interval: int = setting(
-        2000, "Steps without an overflow after which that factor grows.", "连续多少步无溢出后增大该系数。", ge=1
+        2000,
+        "Steps without an overflow after which that factor grows.",
+        "连续多少步无溢出后增大该系数。",
+        ge=1,
     )
-    fp16_growth_factor: float = setting(2.0, "What it is then multiplied by.", "增大时的倍数。", ge=1)
+    fp16_growth_factor: float = setting(2.0, "What it is then multiplied by.", "增大时的倍数。", gt=1)
     fp16_backoff_factor: float = setting(
         0.5, "What it is multiplied by when gradients overflow.", "梯度溢出时乘以的倍数。", gt=0, lt=1
     )

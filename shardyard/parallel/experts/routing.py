@@ -105,15 +105,17 @@ class Routing:
         self._routers = {names.index(router.name): router for router in found}
         self._sharers = [mesh.get_group() for mesh in (meshes.cp, meshes.tp) if mesh.size() > 1]
         self._load = StepLoad(len(names), experts)
-        self._share = 0.0
+        self._share, self._scale = 0.0, 1.0
         self._open: ForwardCounts | None = None
         for layer, router in self._routers.items():
             router.module.register_forward_hook(functools.partial(self._answer, layer))
 
-    def begin_step(self, num_tokens: int) -> None:
-        """Before the forwards of a step; ``num_tokens`` are the real tokens of the global batch."""
+    def begin_step(self, num_tokens: int, scale: float = 1.0) -> None:
+        """Before the forwards of a step; ``num_tokens`` are the real tokens of the global batch, ``scale`` is
+        what the loss is multiplied by before the backward pass.
+        """
         self._load.clear()
-        self._share = 1.0 / (num_tokens * self._num_layers)
+        self._share, self._scale = 1.0 / (num_tokens * self._num_layers), scale
 
     @contextmanager
     def forward(self, documents: torch.Tensor | None = None, num_documents: int = 1) -> Iterator[None]:
@@ -130,9 +132,8 @@ class Routing:
             yield
         finally:
             self._open = None
-        aux_loss = (
-            counts.finish(self._share, self._options.aux_coefficient, self._sharers) if balanced else None
-        )
+        coefficient = self._options.aux_coefficient * self._scale
+        aux_loss = counts.finish(self._share, coefficient, self._sharers) if balanced else None
         self._load.add(counts, aux_loss)
 
     def finish_step(self, *, applied: bool) -> RoutingStats:
