@@ -29,16 +29,18 @@ from shardyard.ops import DOCUMENTS_ATTENTION
 from shardyard.ops.apply import OPERATIONS, apply_operators
 from shardyard.ops.registry import Example, Operation, Site, Situation
 
+_CONFIGS: Any = transformers  # several keywords reach a config through **kwargs
+
 SHAPES: dict[str, Callable[[], Any]] = {
-    "SmolLM2-135M": lambda: transformers.LlamaConfig(
+    "SmolLM2-135M": lambda: _CONFIGS.LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
         num_hidden_layers=1, vocab_size=8,
     ),
-    "Qwen3-0.6B": lambda: transformers.Qwen3Config(
+    "Qwen3-0.6B": lambda: _CONFIGS.Qwen3Config(
         hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8,
         head_dim=128, num_hidden_layers=1, vocab_size=8,
     ),
-    "Qwen3-30B-A3B, 8 of its experts": lambda: transformers.Qwen3MoeConfig(
+    "Qwen3-30B-A3B, 8 of its experts": lambda: _CONFIGS.Qwen3MoeConfig(
         hidden_size=2048, moe_intermediate_size=768, num_attention_heads=32, num_key_value_heads=4,
         head_dim=128, num_hidden_layers=1, num_experts=8, num_experts_per_tok=2, vocab_size=8,
     ),

@@ -71,7 +71,7 @@ def _without_choice(operation: Operation, found: Found, wish: str | bool, situat
     """The row of an operation that is left as it is, whatever implementations there are."""
     key, asked, plain = _key(operation), wish not in ("auto", False), operation.plain
     if found.instead is not None:
-        if asked:
+        if asked and not (wish is True and found.instead_is_fused):
             raise UserError(
                 f"{key}: {_shown(wish)}, but this model runs {found.instead}, which no kernel of ours "
                 "replaces; set it to auto"

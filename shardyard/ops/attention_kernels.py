@@ -61,8 +61,9 @@ def varlen_documents(
     lens = tuple(filter(None, doc_lens))
     ends, longest = _ends(lens, q.device), max(lens)
     reach = (-1 if window is None or window >= longest else window - 1, 0)
+    query, key, value = _tokens_first(q, k, v)
     out = varlen_attn(
-        *_tokens_first(q, k, v), ends, ends, longest, longest, scale=scale, window_size=reach,
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=reach,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)
@@ -130,12 +131,11 @@ def npu_documents(
     lens = tuple(filter(None, doc_lens))
     ends = torch.tensor(lens).cumsum(0).tolist()
     causal, band = 3, 4
-    whole = window is None or window >= max(lens)
+    before = 2**31 - 1 if window is None or window >= max(lens) else window - 1
     out = torch_npu.npu_fusion_attention(
         *_tokens_first(q, k, v), q.shape[1], input_layout="TND", scale=scale,
         atten_mask=_npu_mask(q.device), actual_seq_qlen=ends, actual_seq_kvlen=ends,
-        sparse_mode=causal if whole else band, pre_tockens=2**31 - 1 if whole else window - 1,
-        next_tockens=0,
+        sparse_mode=causal if before == 2**31 - 1 else band, pre_tockens=before, next_tockens=0,
     )[0]  # fmt: skip
     return _heads_first(out, v.shape[-1])
 
@@ -145,7 +145,7 @@ def find_attention(model: nn.Module) -> Found:
     config: Any = getattr(model, "config", None)
     used = getattr(config, "_attn_implementation", None)
     if used != NAME:
-        return Found([], [], f"{used}, of transformers" if used else None)
+        return Found([], [], f"{used}, of transformers" if used else None, used != "eager")
     sites: list[Site] = []
     for name, module in model.named_modules():
         forward = own_forward(module)

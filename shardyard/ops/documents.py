@@ -83,7 +83,7 @@ class _Documents(torch.autograd.Function):
         ctx.lens, ctx.reach, ctx.scale, lses = lens, reach, scale, []
         columns = (tensor.split(lens, 2) for tensor in (out, q, k, v))
         for target, *document in zip(*columns, strict=True):
-            result, lse = flash.forward(*document, reach, scale)
+            result, lse = flash.forward(document[0], document[1], document[2], reach, scale)
             target.copy_(result)
             lses.append(lse)
         ctx.save_for_backward(q, k, v, out, *lses)
@@ -99,9 +99,9 @@ class _Documents(torch.autograd.Function):
         totals = [_tokens_first_in_memory(tensor, tensor.shape[-1]) for tensor in (q, k, v)]
         inputs = (tensor.split(ctx.lens, 2) for tensor in (grads[0], q, k, v, out))
         targets = (tensor.split(ctx.lens, 2) for tensor in totals)
-        for lse, *columns in zip(lses, *inputs, *targets, strict=True):
-            found = flash.backward(*columns[:5], lse, ctx.reach, ctx.scale)
-            for target, gradient in zip(columns[5:], found, strict=True):
+        for lse, grad, a, b, c, result, *spaces in zip(lses, *inputs, *targets, strict=True):
+            found = flash.backward(grad, a, b, c, result, lse, ctx.reach, ctx.scale)
+            for target, gradient in zip(spaces, found, strict=True):
                 target.copy_(gradient)
         return *totals, None, None, None
 

@@ -78,10 +78,8 @@ def _example(site: Site, situation: Situation) -> Example:
     where = situation.dtype, situation.device
     names = [name for name, _ in site.kind.shapes]
     smaller = _smaller(site)
-    parameters = [
-        0.1 * random((_EXPERTS, *(smaller.get(size, size) for size in shape[1:])), 51 + number, *where)
-        for number, (_, shape) in enumerate(site.kind.shapes)
-    ]
+    shapes = [tuple(smaller.get(size, size) for size in shape[1:]) for _, shape in site.kind.shapes]
+    parameters = [0.1 * random((_EXPERTS, *shape), 51 + n, *where) for n, shape in enumerate(shapes)]
     hidden = random((situation.tokens, smaller[_hidden_size(site.module)]), 61, *where)
     weights = random((situation.tokens, _CHOSEN), 62, *where).softmax(-1)
     token = torch.arange(situation.tokens, device=situation.device)
@@ -99,7 +97,7 @@ def _hidden_size(module: Any) -> int:
     return module.config.get_text_config().hidden_size
 
 
-def _smaller(site: Site) -> dict[int, int]:
+def _smaller(site: Site) -> dict[Any, int]:
     """The sizes of hidden states and of what is inside an expert -> those of a check."""
     hidden = _hidden_size(site.module)
     down = dict(site.kind.shapes)["down_proj"]
@@ -196,7 +194,7 @@ EXPERTS = Operation(
             unsuited=_plain_layout_only,
         ),
     ),
-    fused={"npu": ("npu",), "": ("grouped_mm",)},
+    fused={"npu": ("npu", "grouped_mm"), "": ("grouped_mm",)},
     automatic={
         "cpu": {"grouped_mm": _ONE_PRODUCT}, "cuda": {"grouped_mm": _ONE_PRODUCT},
         "npu": {"npu": _ONE_PRODUCT},

@@ -51,6 +51,8 @@ class Found(NamedTuple):
     """Why some that look like one are not replaced, in words."""
     instead: str | None = None
     """What runs in their place, which no switch changes."""
+    instead_is_fused: bool = False
+    """So that ``true`` has what it asks for."""
 
 
 class Example(NamedTuple):

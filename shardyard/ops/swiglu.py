@@ -160,10 +160,10 @@ def find_gated(model: nn.Module) -> Found:
         if names is None:
             continue
         down: Any = module._modules[names[2]]
-        sizes = getattr(down, "in_features", None), getattr(down, "out_features", None)
+        sizes = getattr(down, "in_features", 0), getattr(down, "out_features", 0)
         key = type(module), names, *sizes
         if key not in kinds:
-            kinds[key] = _kind_of(module, names, *sizes) if None not in sizes else None
+            kinds[key] = _kind_of(module, names, *sizes) if all(sizes) else None
         kind = kinds[key]
         if kind is not None:
             sites.append(Site(name, module, kind))

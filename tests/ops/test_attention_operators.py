@@ -119,6 +119,14 @@ def test_an_attention_of_transformers_is_told_and_its_switch_refused() -> None:
         apply_operators(model, OptimizationConfig(use_flash_attn=True), CPU)
 
 
+def test_pytorch_s_own_fused_attention_is_what_true_asks_for() -> None:
+    model = _model("qwen3", "sdpa")
+    rows = apply_operators(model, OptimizationConfig(use_flash_attn=True), CPU)
+    assert next(row.runs for row in rows if row.operation == "attention") == "sdpa, of transformers"
+    with pytest.raises(UserError, match="use_flash_attn: lean, but this model runs sdpa"):
+        apply_operators(model, OptimizationConfig(use_flash_attn="lean"), CPU)
+
+
 def test_what_a_device_lacks_is_said() -> None:
     by_name = {implementation.name: implementation for implementation in ATTENTION.implementations}
     cuda = Situation(torch.device("cuda", 0), torch.float32)
