@@ -57,7 +57,8 @@ def group_report(
         return []
     groups = group_parameters(model, training)
     leads_stage = group.rank % (meshes.layout.world_size // meshes.layout.pp) == 0
-    twice = model.whole.tied if isinstance(model, PipelineModel) and not model.holds_first else {}
+    # A tied weight lies on the first and the last stage, under one name.
+    twice = model.whole.tied.values() if isinstance(model, PipelineModel) and not model.holds_first else ()
     counts: list[float] = []
     for own in groups:
         counted = [p for name, p in own.named if leads_stage and name not in twice]

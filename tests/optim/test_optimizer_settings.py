@@ -22,7 +22,7 @@ def test_groups_are_read_from_yaml_with_a_pattern_or_a_list_of_them(tmp_path):
 def test_an_entry_that_is_none_is_refused_where_it_stands(tmp_path):
     text = "training:\n  parameter_groups:\n    - {patterns: '*', lr: 1e-5, lr_scale: 2}\n"
     assert fault_of(tmp_path, text) == (
-        "run.yaml:3:5  training.parameter_groups: entry 1 has lr and lr_scale; keep one"
+        "run.yaml:2:3  training.parameter_groups: entry 1 has lr and lr_scale; keep one"
     )
 
 

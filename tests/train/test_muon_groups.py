@@ -40,7 +40,7 @@ def test_a_tied_weight_has_one_rate_on_both_stages_and_counts_once(ranks, tmp_pa
             "others (norms and biases) lr x 1, weight decay 0: 17 parameters of 352 elements",
         ]
     tied = ("AdamW", 0.5, 0.1)
-    assert first[1]["model.embed_tokens.weight"] == last[1]["lm_head.weight"] == tied
+    assert first[1]["model.embed_tokens.weight"] == last[1]["model.embed_tokens.weight"] == tied
     assert first[1]["model.layers.0.mlp.up_proj.weight"] == ("Muon", 1.0, 0.1)
     assert last[1]["model.layers.3.self_attn.q_norm.weight"] == ("AdamW", 1.0, 0.0)
     assert len(first[1]) == 1 + 22 and len(last[1]) == 1 + 22 + 1
