@@ -74,6 +74,8 @@ def _train(argv: Sequence[str]) -> int:
     setup_logging(_rank())
     if said:
         logging.getLogger("shardyard").info(said)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    logging.getLogger("shardyard").info("%d rank(s) have started and load torch and transformers", ranks)
     from shardyard.device import peers
     from shardyard.train import run
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardyard.cli.launch import Launch, take_launch
 from shardyard.cli.rank import LOST_CONTACT
 from shardyard.cli.smoke import smoke
-from shardyard.config import layout_on, load_config
+from shardyard.config import Loaded, layout_on, load_config
 from shardyard.errors import EXIT_SAVED, UserError
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def train(argv: Sequence[str]) -> int:
     loaded = load_config(words)
     if launch.nproc_per_node is not None:  # before torch is imported: the answer comes at once
         layout_on(loaded, launch.nproc_per_node * launch.nnodes)
+    print(_starting(loaded, launch), flush=True)  # at once: the libraries alone take seconds to load
     ranks = local_rank_count(launch.nproc_per_node)
     layout_on(loaded, ranks * launch.nnodes)
     if launch.nnodes > 1 and launch.node_rank:  # else the log says it soon enough
@@ -83,6 +84,11 @@ def train(argv: Sequence[str]) -> int:
     if "--smoke" in argv:
         return smoke(loaded, words, ranks, launch)
     return start_ranks([*RANK_COMMAND, *words], ranks, launch)
+
+
+def _starting(loaded: Loaded, launch: Launch) -> str:
+    here = "ranks" if launch.nproc_per_node is None else f"{launch.nproc_per_node} rank(s)"
+    return f"{loaded.file or 'the configuration'} is valid; starting {here} on this machine ..."
 
 
 def local_rank_count(wanted: int | None) -> int:
