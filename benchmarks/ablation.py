@@ -76,6 +76,7 @@ LEVERS = (
         pulled="training.optimizer_in_backward=true training.max_grad_norm=0",
         left="training.optimizer_in_backward=false training.max_grad_norm=0",
     ),
+    _one("step-in-backward-clipped", "training.optimizer_in_backward", "two_pass"),
     _one("compile-block", "optimization.compile", "block", "none", tolerance=1e-4),
     _one("compile-model", "optimization.compile", "model", "none", tolerance=1e-4),
     _one("bf16", "parallel.param_dtype", "bf16", "fp32", tolerance=5e-2),

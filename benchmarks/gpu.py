@@ -311,7 +311,7 @@ def train_plainly(
         torch.nn.utils.clip_grad_norm_(model.parameters(), defaults.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         bench.synchronise()
         seconds.append(time.perf_counter() - start)
     return seconds, losses
@@ -342,7 +342,7 @@ def measure_operators(bench: Bench, name: str) -> None:
             Qwen3Config(**MODELS[name]), dtype=bench.dtype, attn_implementation=DOCUMENTS_ATTENTION
         )
     for operation in OPERATIONS:
-        sites = {site.kind: site for site in operation.find(model).sites}
+        sites = {site.kind: site for site in reversed(operation.find(model).sites)}
         for site in sites.values():
             with torch.device(bench.device):
                 example = operation.example(site, situation)

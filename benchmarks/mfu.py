@@ -90,18 +90,18 @@ class Observing:
     def __enter__(self) -> None:
         measured, call = self.measured, self._call
 
-        def observed(step: TrainStep, batches: Sequence[MicroBatch], **keywords: Any) -> StepResult:
+        def observed(this: TrainStep, batches: Sequence[MicroBatch], **keywords: Any) -> StepResult:
             if measured.flops is None:
-                measured.flops = model_flops(step.model)
+                measured.flops = model_flops(this.model)
             measured.operations.append(_operations(measured.flops, batches))
             if keywords["step"] != measured.profiled_step:
-                return call(step, batches, **keywords)
+                return call(this, batches, **keywords)
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                result = call(step, batches, **keywords)
+                result = call(this, batches, **keywords)
             measured.table = by_kind(profiler.key_averages())
             return result
 
-        TrainStep.__call__ = observed
+        TrainStep.__call__ = observed  # pyright: ignore[reportAttributeAccessIssue]
 
     def __exit__(self, *exception: object) -> None:
         TrainStep.__call__ = self._call

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 from support.live_memory import LivePeak
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from turns import Turns
 
@@ -33,9 +32,9 @@ class LiveFromHere(LivePeak):
     def __enter__(self):
         tensors = (value for value in gc.get_objects() if issubclass(type(value), torch.Tensor))
         for tensor in tensors:
-            plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if plain.device.type != "meta":
-                reference = StorageWeakRef(plain.untyped_storage())
+            # A tensor made of others (a DTensor, a low-bit state) holds nothing itself; its parts come by too.
+            if not hasattr(type(tensor), "__tensor_flatten__") and tensor.device.type != "meta":
+                reference = StorageWeakRef(tensor.untyped_storage())
                 self._alive[reference.cdata] = reference
         self.peak = self.now()
         return super().__enter__()

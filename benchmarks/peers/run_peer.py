@@ -116,7 +116,7 @@ def trl_trainer(
     tokens: list[int],
 ) -> Trainer:  # fmt: skip
     """SFTTrainer on rows that are tokens already; its own collator pads them or joins them."""
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]  (of the peer's environment)
     from trl import SFTConfig, SFTTrainer
 
     arguments = SFTConfig(

@@ -116,7 +116,7 @@ def test_scaling_over_ranks_and_sizes(script: Script, assets: Path) -> None:
 
 @pytest.mark.soak
 def test_the_gpu_script_runs_in_small_and_its_ways_agree(script: Script, tmp_path: Path) -> None:
-    done = script("gpu.py", "--tiny", "--steps", "2", "--out", str(tmp_path / "out"))
+    done = script("gpu.py", "--tiny", "--steps", "2", "--seconds", "3000", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "out" / "gpu.json").read_text())
     rows = {row["way"]: row for row in figures["rows"]}
