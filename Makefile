@@ -34,6 +34,7 @@ setup-test: .venv/.installed-test
 .venv/.installed-test: .venv/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,test]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps trl
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target .venv/torchao torchao
 	@touch $@
 
 train: setup

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from shardyard.checkpoint.agreement import Peers
+from shardyard.checkpoint.blocked import Reblocking
 from shardyard.checkpoint.disks import readers_of
 from shardyard.checkpoint.holdings import Holdings
 from shardyard.checkpoint.manifest import damage, fault_of, read_manifest, read_run_state
@@ -72,11 +73,20 @@ def read_checkpoint(
         tensors |= optimizer_tensors(model, optimizer)
     wanted = Holdings.of(tensors, peers).facts
     held = saved if has_optimizer else {key: s for key, s in saved.items() if key.startswith("model.")}
+    anew = Reblocking(model, optimizer if has_optimizer else None, saved)
+    reblocks = anew.is_needed(wanted)
+    if reblocks:
+        tensors, wanted, held = (
+            {key: value for key, value in each.items() if not anew.concerns(key)}
+            for each in (tensors, wanted, held)
+        )
     peers.agree(what, lambda: _compare(path, wanted, held))
     try:
         dcp.load(tensors, storage_reader=SafeReader(path), process_group=peers.group, no_dist=peers.alone)
     except dcp.api.CheckpointException as error:
         raise UserError(f"{what}: {causes_of(error)}") from error
+    if reblocks:
+        peers.agree(what, lambda: anew.read(path))
     return Restored(run_state, has_optimizer, path)
 
 
@@ -100,6 +110,6 @@ def _compare(path: Path, wanted: dict[str, Any], held: dict[str, Any]) -> None:
     ]
     if faults:
         only_state = all(key.startswith("optimizer.") for key in (*missing, *foreign, *other))
-        hint = "; training.optimizer and what model.freeze leaves to train have to be the same"
-        hint = hint if only_state else ""
+        hint = "; training.optimizer and what model.freeze leaves to train have to be the same, as has "
+        hint = f"{hint}training.optimizer_state_dtype" if only_state else ""
         raise UserError(f"{path} was written by another model or set-up: tensors {', '.join(faults)}{hint}")

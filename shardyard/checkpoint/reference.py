@@ -46,6 +46,7 @@ from shardyard.checkpoint.weights_only import (
     warn_of_grids,
 )
 from shardyard.errors import UserError
+from shardyard.optim.low_bit import LowBitAdamW
 
 logger = logging.getLogger("shardyard.checkpoint")
 
@@ -126,6 +127,10 @@ def read_reference(folder: Path, peers: Peers, *, model: Any, optimizer: torch.o
     has_optimizer = any(key.startswith(_OPTIMIZER) for key in metadata.state_dict_metadata)
     step = peers.first(what, lambda: _global_step(folder)) if has_optimizer else 0
     if has_optimizer:
+        if isinstance(optimizer, LowBitAdamW):
+            raise UserError(
+                f"{what} holds moments in fp32; resume it with training.optimizer_state_dtype: fp32 or bf16"
+            )
         prepare_optimizer(optimizer)
         on_each(peers, what, lambda: _refuse_other_state(folder, optimizer))
         held = set(optimizer.state)

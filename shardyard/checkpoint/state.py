@@ -8,7 +8,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from shardyard.checkpoint.blocked import tensors_of
 from shardyard.optim import first_state
+from shardyard.optim.low_bit import LowBitAdamW
 from shardyard.parallel.pipeline import PipelineModel
 
 
@@ -53,7 +55,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
                 raise TypeError(f"{key} is a {type(value).__name__}; only tensors are checkpointed")
             if value.ndim > 0 and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
                 raise TypeError(f"{key} is a plain tensor beside a sharded parameter")
-            found[key] = value.detach()
+            if isinstance(optimizer, LowBitAdamW) and value.ndim:
+                found |= tensors_of(key, value, optimizer.form)
+            else:
+                found[key] = value.detach()
     return found
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardyard.config import TrainingConfig
 from shardyard.optim.groups import Group
@@ -51,6 +52,8 @@ TABLE: dict[str, str] = {
     "adamw": "shardyard.optim.adamw:build",
     "fused_adamw": "shardyard.optim.adamw:build",
     "adamw bf16": "shardyard.optim.bf16_states:build",
+    "adamw int8": "shardyard.optim.low_bit:build",
+    "adamw int4": "shardyard.optim.low_bit:build",
     "muon": "shardyard.optim.muon:build",
     "lion": "shardyard.optim.lion:build",
     "adam_mini": "shardyard.optim.adam_mini:build",
@@ -94,7 +97,7 @@ def adamw_state(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, tor
 def state_bytes_here(optimizer: torch.optim.Optimizer) -> int:
     """What the state takes on this rank, but for counts of updates, whether made yet or not."""
     return sum(
-        local(tensor).numel() * tensor.element_size()
+        bytes_of(local(tensor))
         for group in optimizer.param_groups
         for parameter in group["params"]
         for tensor in first_state(optimizer, parameter, group).values()
@@ -106,8 +109,22 @@ def state_bytes_here(optimizer: torch.optim.Optimizer) -> int:
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
     """Parameter -> the bytes of its state over all ranks, each element once, whether made yet or not."""
     return {
-        parameter: sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        parameter: sum(_bytes_of_all_ranks(tensor) for tensor in state.values())
         for group in optimizer.param_groups
         for parameter in group["params"]
         for state in (first_state(optimizer, parameter, group),)
     }
+
+
+def bytes_of(part: torch.Tensor) -> int:
+    """Of a rank's part of a tensor; of the plain tensors that it is made of where it is made of others."""
+    if not is_traceable_wrapper_subclass(part):
+        return part.numel() * part.element_size()
+    return sum(bytes_of(getattr(part, name)) for name in part.__tensor_flatten__()[0])
+
+
+def _bytes_of_all_ranks(tensor: torch.Tensor) -> int:
+    """Judged by this rank's part, if it has one."""
+    part = local(tensor)
+    one = bytes_of(part) / part.numel() if part.numel() else tensor.element_size()
+    return round(tensor.numel() * one)

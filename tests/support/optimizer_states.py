@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from support.training import Recipe, build_step, make_rows, micro_batches_of, whole_model
+
+TORCHAO = Path(__file__).parents[2] / ".venv" / "torchao"
+"""Where `make setup-test` puts torchao, which would slow down whatever imports transformers beside it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,22 @@ def leg_of_a_run(folder: Path, recipe: Recipe, out: Path, first: int, last: int)
     states = [t for state in step.optimizer.state.values() for t in state.values() if t.ndim]
     weights = whole_model(dict(built.model.named_parameters()))
     return Leg(losses, weights, bytes_kept(plain for t in states for plain in parts_of(t)))
+
+
+def unbroken_and_resumed(folder: Path, recipe: Recipe, out: Path) -> tuple[Leg, Leg]:
+    """Four steps, and the last two of them after a save and a load; the save of step 2 stays in
+    ``out/broken``.
+    """
+    unbroken = leg_of_a_run(folder, recipe, out / "unbroken", 1, 4)
+    leg_of_a_run(folder, recipe, out / "broken", 1, 2)
+    return unbroken, leg_of_a_run(folder, recipe, out / "broken", 3, 4)
+
+
+def add_torchao() -> None:
+    """Let this process, a rank of the pool, import it."""
+    if not TORCHAO.is_dir():
+        raise FileNotFoundError(f"{TORCHAO} is not there: run `make setup-test`")
+    sys.path.append(str(TORCHAO))
 
 
 def parts_of(tensor: Any) -> list[Any]:
