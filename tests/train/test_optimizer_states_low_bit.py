@@ -87,7 +87,6 @@ def largest_error_of_moments(folder, recipe, out):
 
     from shardyard.checkpoint import CheckpointStore
     from shardyard.checkpoint.safe_reader import SafeReader, read_metadata
-
     from shardyard.optim.low_bit import form_of
 
     built, step, _ = build_step(folder, recipe)
