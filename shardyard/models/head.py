@@ -164,7 +164,7 @@ def check_head(
             f"{config.model_type!r} model has a forward of its own around it ({reason}); leave it out"
         )
     logger.info("the loss takes whole logits of the labelled positions from the model's own code: %s", reason)
-    for head in _heads(model):
+    for head in heads_of(model):
         head.unsuited = reason
 
 
@@ -172,7 +172,7 @@ def _difference(
     model: Any, vocab_size: int, device: torch.device, *, packed: bool
 ) -> tuple[float, str | None]:
     """The worst difference of any rank, and what this rank knows of the reason."""
-    heads = _heads(model)
+    heads = heads_of(model)
     reason = next((head.unsuited for head in heads if head.unsuited), None)
     worst = torch.full((), math.inf, device=device)
     if reason is None:
@@ -207,7 +207,7 @@ def _checking(heads: list[LossHead]) -> Iterator[None]:
             head.checking = False
 
 
-def _heads(model: Any) -> list[LossHead]:
+def heads_of(model: Any) -> list[LossHead]:
     """Of this rank: none where only earlier stages of a pipeline are."""
-    parts = model.stages if isinstance(model, PipelineModel) else (model,)
+    parts: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
     return [part.loss_head for part in parts if part.loss_head is not None]

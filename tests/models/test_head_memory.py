@@ -45,24 +45,32 @@ def batch() -> list[tuple[list[int], list[int]]]:
     return [(ids, [-100] * (len(ids) - LABELLED // 2) + ids[: LABELLED // 2])] * 2
 
 
-def watched(folder: Path, recipe: Recipe) -> list[tuple[int, int]]:
-    """(rows of logits, largest tensor) of two training steps' micro-batch each, and of a validation."""
+def watched(folder: Path, recipe: Recipe) -> dict[int | None, list[tuple[int, int]]]:
+    """Chunk size -> (rows of logits, largest tensor) of two training steps, and of a validation."""
     from support.training import micro_batches_of
 
+    from shardyard.models import LossOptions
+    from shardyard.models.head import heads_of
     from shardyard.train.step import forward_parts
 
     built, step, meshes = build_step(folder, recipe)
     batches = micro_batches_of(batch(), recipe.accumulation, meshes.dp_rank, meshes.dp_size)
-    words, found = WORDS // meshes.layout.tp, []
-    for number in (1, 2):
-        with Logits(words) as seen:
-            step(batches, step=number, lr=1e-2)
-        found.append((seen.rows, seen.numel))
-    built.model.eval()
-    with Logits(words) as seen, torch.no_grad():
-        for one in batches:
-            built.model(**forward_parts(one, 1, device=step.device, packed=True)[0])
-    return [*found, (seen.rows, seen.numel)]
+    words = WORDS // meshes.layout.tp
+    found: dict[int | None, list[tuple[int, int]]] = {None: [], CHUNK: []}
+    for chunk, seen_with in found.items():
+        for head in heads_of(built.model):
+            head.options = LossOptions(chunk=chunk)
+        for number in (1, 2):
+            with Logits(words) as seen:
+                step(batches, step=number, lr=1e-2)
+            seen_with.append((seen.rows, seen.numel))
+        built.model.eval()
+        with Logits(words) as seen, torch.no_grad():
+            for one in batches:
+                built.model(**forward_parts(one, 1, device=step.device, packed=True)[0])
+        built.model.train()
+        seen_with.append((seen.rows, seen.numel))
+    return found
 
 
 CASES: dict[str, tuple[int, dict[str, Any], int]] = {
@@ -76,17 +84,17 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 QUICK = {"recompute, accumulation", "TP 2"}
 
 
-@pytest.mark.parametrize("chunk", [None, CHUNK])
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.soak) for c in CASES]
+    "case", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in CASES]
 )
-def test_no_tensor_holds_all_tokens_times_all_words(ranks, model_zoo, case, chunk):
+def test_no_tensor_holds_all_tokens_times_all_words(ranks, model_zoo, case):
     world, parallel, accumulation = CASES[case]
-    recipe = Recipe(accumulation, parallel, optimization={"chunk_loss_size": chunk})
-    results = ranks.run(world, watched, model_zoo.folder("parity_dense"), recipe)
-    most = max(rows for steps in results for rows, _ in steps)
-    assert most == CHUNK if chunk else 0 < most <= LABELLED  # so the watch does see logits
-    assert max(numel for steps in results for _, numel in steps) < TOKENS // accumulation * WORDS
+    results = ranks.run(world, watched, model_zoo.folder("parity_dense"), Recipe(accumulation, parallel))
+    for chunk in (None, CHUNK):
+        most = max(rows for result in results for rows, _ in result[chunk])
+        assert most == CHUNK if chunk else 0 < most <= LABELLED  # so the watch does see logits
+        largest = max(numel for result in results for _, numel in result[chunk])
+        assert largest < TOKENS // accumulation * WORDS
 
 
 def peak(folder: Path, chunk: int | None) -> int:

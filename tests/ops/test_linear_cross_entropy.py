@@ -154,8 +154,8 @@ def test_without_gradients_nothing_is_kept(chunk):
         value = linear_cross_entropy_sum(hidden, weight, targets, bias, loss)
     torch.testing.assert_close(value, by_torch(hidden, weight, bias, targets, loss), rtol=1e-10, atol=1e-12)
     assert value.grad_fn is None
-    frozen = [t.detach() for t in (hidden, weight, targets, bias)]
-    assert linear_cross_entropy_sum(*frozen, loss).grad_fn is None
+    frozen = [tensor.detach() for tensor in (hidden, weight, bias)]
+    assert linear_cross_entropy_sum(frozen[0], frozen[1], targets, frozen[2], loss).grad_fn is None
 
 
 def test_logits_of_chunks_are_gone_when_the_forward_returns():
