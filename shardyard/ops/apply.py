@@ -87,7 +87,12 @@ def _without_choice(operation: Operation, found: Found, wish: str | bool, situat
         if asked:
             raise UserError(f"{key}: {found.strangers[0]}, which no fused kernel does; set it to false")
         return Row(operation.name, plain, found.strangers[0])
-    if wish == "auto" and situation.compiled and not operation.beside_compiler:
+    if situation.compiled and not operation.beside_compiler:
+        if wish not in ("auto", True):
+            raise UserError(
+                f"{key}: {wish} stands in a compiler's way, which fuses the family's own code; set it to auto, "
+                "or optimization.compile to none"
+            )
         return Row(operation.name, plain, "the compiler fuses the family's own code")
     return None
 

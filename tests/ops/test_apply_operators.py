@@ -134,6 +134,10 @@ def test_a_model_without_such_modules_says_so(caplog: pytest.LogCaptureFixture) 
 def test_a_compiler_gets_the_family_s_own_code() -> None:
     rows = _rows(_model(), dataclasses.replace(CPU, compiled=True))
     assert rows["rms_norm"].runs == "eager" and "compiler" in rows["rms_norm"].why
+    compiled = dataclasses.replace(CPU, compiled=True)
+    assert _rows(_model(), compiled, use_fused_rmsnorm=True)["rms_norm"].runs == "eager"
+    with pytest.raises(UserError, match="use_fused_rmsnorm: lean stands in a compiler's way"):
+        _rows(_model(), compiled, use_fused_rmsnorm="lean")
 
 
 def test_the_check_draws_from_no_generator_of_the_run() -> None:
