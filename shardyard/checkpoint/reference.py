@@ -129,7 +129,7 @@ def read_reference(folder: Path, peers: Peers, *, model: Any, optimizer: torch.o
     if has_optimizer:
         if isinstance(optimizer, LowBitAdamW):
             raise UserError(
-                f"{what} holds moments in fp32; resume it with training.optimizer_state_dtype: fp32 or bf16"
+                f"{what} holds moments in fp32: resume it with training.optimizer_state_dtype: fp32 or bf16"
             )
         prepare_optimizer(optimizer)
         on_each(peers, what, lambda: _refuse_other_state(folder, optimizer))

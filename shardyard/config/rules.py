@@ -174,20 +174,20 @@ def _check_in_backward(checked: Checked) -> None:
     if training.max_grad_norm > 0:
         checked.fault(
             (key, "training.max_grad_norm"),
-            f"{key}: true updates before the norm of all gradients is known, and training.max_grad_norm "
+            f"true updates before the norm of all gradients is known, and training.max_grad_norm "
             f"{training.max_grad_norm:g} clips by it; set training.max_grad_norm: 0, or {key}: two_pass, "
             "which computes each step's forward and backward twice",
         )
     if checked.config.parallel.param_dtype == "fp16":
         checked.fault(
             (key, "parallel.param_dtype"),
-            f"{key}: true updates before it is known whether a gradient has overflowed in fp16; set {key}: "
+            f"true updates before it is known whether a gradient has overflowed in fp16; set {key}: "
             "two_pass, or another parallel.param_dtype",
         )
     if training.on_nonfinite == "skip":
         checked.fault(
             (key, "training.on_nonfinite"),
-            f"{key}: true updates before it is known whether all gradients are finite, so "
+            f"true updates before it is known whether all gradients are finite, so "
             f"training.on_nonfinite: skip cannot be kept; set {key}: two_pass, or on_nonfinite: stop",
         )
 
@@ -198,7 +198,7 @@ def _check_low_bit(checked: Checked) -> None:
     if dtype in ("int8", "int4") and importlib.util.find_spec("torchao") is None:
         checked.fault(
             (key,),
-            f"{key}: {dtype} needs torchao, which is not installed here: "
+            f"{dtype} needs torchao, which is not installed here: "
             "pip install -c constraints.txt 'shardyard[low_bit]'; bf16 needs nothing",
         )
 
