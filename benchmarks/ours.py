@@ -32,7 +32,7 @@ class LiveFromHere(LivePeak):
     def __enter__(self):
         tensors = (value for value in gc.get_objects() if issubclass(type(value), torch.Tensor))
         for tensor in tensors:
-            # A tensor made of others (a DTensor, a low-bit state) holds nothing itself; its parts come by too.
+            # One made of others (a DTensor, a low-bit state) holds nothing itself; its parts come by too.
             if not hasattr(type(tensor), "__tensor_flatten__") and tensor.device.type != "meta":
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._alive[reference.cdata] = reference
