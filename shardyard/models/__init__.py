@@ -4,6 +4,7 @@ from shardyard.models.build import BuiltModel, build_model
 from shardyard.models.causal_lm import Placement
 from shardyard.models.converted import Convert
 from shardyard.models.head import LossOptions
+from shardyard.models.read_ahead import read_ahead
 from shardyard.models.source import ModelSource, load_model_config, resolve_source, tokenizer_options
 from shardyard.models.weights import ReadWeights
 
@@ -16,6 +17,7 @@ __all__ = [
     "ReadWeights",
     "build_model",
     "load_model_config",
+    "read_ahead",
     "resolve_source",
     "tokenizer_options",
 ]

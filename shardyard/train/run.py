@@ -38,6 +38,7 @@ from shardyard.models import (
     Placement,
     build_model,
     load_model_config,
+    read_ahead,
     resolve_source,
     tokenizer_options,
 )
@@ -180,6 +181,8 @@ def _build(
     )  # fmt: skip
     model_config = load_model_config(config.model, source)
     tokenizer = load_tokenizer(tokenizer_options(config.model, source))
+    if group.local_rank == 0 and not config.model.train_from_scratch:
+        read_ahead(source.weights)
     logger.info("> Building DataFactory...")
     vocab_size = model_config.get_text_config().vocab_size
     data = _build_data(config, tokenizer, group, layout, vocab_size)
