@@ -90,8 +90,8 @@ def _without_choice(operation: Operation, found: Found, wish: str | bool, situat
     if situation.compiled and not operation.beside_compiler:
         if wish not in ("auto", True):
             raise UserError(
-                f"{key}: {wish} stands in a compiler's way, which fuses the family's own code; set it to auto, "
-                "or optimization.compile to none"
+                f"{key}: {wish} stands in a compiler's way, which fuses the family's own code; set it to "
+                "auto, or optimization.compile to none"
             )
         return Row(operation.name, plain, "the compiler fuses the family's own code")
     return None

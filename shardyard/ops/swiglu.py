@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from transformers.integrations import moe
 
 from shardyard.ops.registry import Example, Found, Implementation, Operation, Site, Situation
 from shardyard.ops.self_check import random
@@ -47,7 +48,10 @@ ACTIVATIONS = {
 
 
 class GatedKind(NamedTuple):
-    """The names of an MLP's layers, its activation, and how wide it is inside and outside."""
+    """The names of an MLP's layers, its activation, and how wide it is inside and outside.
+
+    Without names: experts, whose gate and up come behind one another from one product for all of them.
+    """
 
     gate: str
     up: str | None
@@ -156,6 +160,9 @@ def find_gated(model: nn.Module) -> Found:
     strangers: list[str] = []
     kinds: dict[Any, GatedKind | None] = {}
     for name, module in model.named_modules():
+        if (of_experts := _gate_of_experts(module)) is not None:
+            sites.append(Site(name, module, of_experts))
+            continue
         names = next((n for n in _LAYERS if all(c is None or c in module._modules for c in n)), None)
         if names is None:
             continue
@@ -170,6 +177,22 @@ def find_gated(model: nn.Module) -> Found:
         elif not strangers:
             strangers.append(f"{name} ({type(module).__name__}) computes something of its own")
     return Found(sites, strangers)
+
+
+def _gate_of_experts(module: Any) -> GatedKind | None:
+    """Of experts whose rows are gated as transformers' own function does it."""
+    own = getattr(moe, "_default_apply_gate", None)
+    if own is None or getattr(type(module), "_apply_gate", None) is not own or not module.has_gate:
+        return None
+    x = random((3, 8), 12, torch.float32, "cpu")
+    with torch.no_grad():
+        active = module.act_fn(x)
+        fitting = (key for key, known in ACTIVATIONS.items() if torch.allclose(active, known.forward(x)))
+        activation = next(fitting, None)
+    if activation is None:
+        return None
+    shape = module._parameters["down_proj"].shape
+    return GatedKind("", None, "", activation, min(shape[1:]), max(shape[1:]))
 
 
 def _kind_of(module: nn.Module, names: Any, inner: int, outer: int) -> GatedKind | None:
@@ -229,15 +252,27 @@ def _down_forward(layer: Any, activation: str, input: Halves | Tensor) -> Tensor
     return F.linear(input, layer.weight, layer.bias)
 
 
+def _gate_rows(function: Any, activation: str, rows: Tensor) -> Tensor:
+    """[R, 2I] -> [R, I]"""
+    gate, up = rows.chunk(2, dim=-1)
+    return function(gate, up, activation)
+
+
 def _install_down(site: Site) -> None:
-    module, kind = site.module, site.kind
+    module: Any = site.module
+    kind: GatedKind = site.kind
+    if not kind.down:  # what the product of all experts keeps is its own affair
+        module._apply_gate = functools.partial(_gate_rows, lean_gated, kind.activation)
+        return
     layer: Any = module._modules[kind.down]
     layer.forward = functools.partial(_down_forward, layer, kind.activation)
     module.forward = functools.partial(_forward_of_halves, module, kind)
 
 
 def _not_plain(site: Site, _: Situation) -> str | None:
-    layer = site.module._modules[site.kind.down]
+    layer = site.module._modules.get(site.kind.down)
+    if layer is None:
+        return None
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:
         return f"{site.name}.{site.kind.down} is no plain linear layer"
     return None
@@ -265,7 +300,12 @@ def _example(site: Site, situation: Situation) -> Example:
 
 def _elementwise(name: str, function: Any, **limits: Any) -> Implementation:
     def install(site: Site) -> None:
-        site.module.forward = functools.partial(_forward, function, site.module, site.kind)
+        module: Any = site.module
+        kind: GatedKind = site.kind
+        if kind.down:
+            module.forward = functools.partial(_forward, function, module, kind)
+        else:
+            module._apply_gate = functools.partial(_gate_rows, function, kind.activation)
 
     def run(site: Site) -> Any:
         return lambda gate, up, weight: F.linear(function(gate, up, site.kind.activation), weight)

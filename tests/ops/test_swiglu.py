@@ -14,6 +14,7 @@ from transformers.models.glm4.modeling_glm4 import Glm4MLP
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from shardyard.ops.registry import Situation
 from shardyard.ops.swiglu import ACTIVATIONS, SWIGLU, GatedKind, find_gated, lean_gated, lean_gated_down
@@ -145,3 +146,29 @@ def test_a_last_layer_that_is_not_plain_keeps_its_forward() -> None:
     (site,) = find_gated(module).sites
     assert "no plain linear" in (BY_NAME["lean_down"].unsuited(site, HERE) or "")
     assert BY_NAME["lean"].unsuited(site, HERE) is None
+
+
+@pytest.mark.parametrize("name", ["lean", "lean_down"])
+def test_experts_keep_no_activated_gate(name: str) -> None:
+    config = hf.Qwen3MoeConfig(**_SIZES, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "grouped_mm"
+    experts = Qwen3MoeExperts(config)
+    for number, parameter in enumerate(experts.parameters()):
+        parameter.data = 0.3 * _random(*parameter.shape, seed=30 + number)
+    x, weights = _random(40, 16, seed=32).requires_grad_(), _random(40, 2, seed=33).softmax(-1)
+    index = torch.stack([torch.arange(40) % 4, (torch.arange(40) + 1) % 4], dim=1)
+
+    def through() -> torch.Tensor:
+        return experts(x, index, weights)
+
+    def results() -> list[torch.Tensor]:
+        out = through()
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *experts.parameters()])]
+
+    expected, kept = results(), saved_bytes(through)
+    (site,) = find_gated(experts).sites
+    assert site.kind.activation == "silu" and BY_NAME[name].unsuited(site, HERE) is None
+    BY_NAME[name].install(site)
+    for want, have in zip(expected, results(), strict=True):
+        torch.testing.assert_close(have, want)
+    assert kept - saved_bytes(through) == 40 * 2 * 8 * 4  # one tensor [tokens x experts of each, inner]
