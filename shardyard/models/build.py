@@ -22,11 +22,11 @@ from shardyard.errors import UserError
 from shardyard.models import packing
 from shardyard.models.block_fp8 import take_block_size
 from shardyard.models.causal_lm import Placement, base_class, trainable_class
-from shardyard.models.head import check_head
+from shardyard.models.head import check_head, heads_of
 from shardyard.models.source import ModelSource
 from shardyard.models.weights import ReadWeights, from_files, from_seed, read_checkpoint, without_weights
 from shardyard.ops import DOCUMENTS_ATTENTION
-from shardyard.ops.registry import Row
+from shardyard.ops.registry import EAGER, Row
 from shardyard.parallel import Precision, matches
 from shardyard.parallel.pipeline import (
     PipelineModel,
@@ -176,8 +176,12 @@ def _pipeline(
 
 
 def _operators(model: Any) -> tuple[Row, ...]:
-    """What runs in this rank's part of the model."""
-    return (model.stages[0] if isinstance(model, PipelineModel) else model).operators
+    """What runs in this rank's part of the model, its loss last where this rank has it."""
+    rows = (model.stages[0] if isinstance(model, PipelineModel) else model).operators
+    for head in heads_of(model):
+        runs = Row("loss", "lean", "logits of trained tokens only, in pieces, with their gradient")
+        rows = (*rows, Row("loss", EAGER, head.unsuited) if head.unsuited else runs)
+    return rows
 
 
 def _first_line(error: Exception) -> str:
