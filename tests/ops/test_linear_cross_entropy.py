@@ -192,7 +192,7 @@ def test_memory_grows_with_the_vocabulary_by_the_gradient_and_one_chunk_of_logit
 
 def test_by_default_a_chunk_has_as_many_rows_as_fit_the_bound():
     loss, capped = HeadLoss(), HeadLoss(Tail(cap=30.0))
-    bound = 128 * 2**20
+    bound = 64 * 2**20
     for words in (32_000, 64_000, 151_936):
         most = bound // (4 * words)
         assert loss.rows(most, words, torch.float32, "cpu") == most  # what fits is one chunk
@@ -201,5 +201,5 @@ def test_by_default_a_chunk_has_as_many_rows_as_fit_the_bound():
         assert loss.rows(10_000, words, torch.bfloat16, "cpu") * words * 8 <= bound
         assert capped.rows(10_000, words, torch.float32, "cpu") * words * 8 <= bound
     assert loss.rows(10_000, 2_000_000, torch.float32, "cpu") == 32
-    assert loss.rows(10_000, 151_936, torch.float32, "cuda") > 1_500
+    assert loss.rows(10_000, 151_936, torch.float32, "cuda") > 3_000
     assert loss.rows(0, 151_936, torch.float32, "cpu") == 1

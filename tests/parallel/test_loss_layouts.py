@@ -92,3 +92,14 @@ def test_without_gradients_of_the_head_the_others_are_the_same(ranks, folders):
     )
     assert "lm_head.weight" not in pieces.first_grads
     same(pieces, whole)
+
+
+@pytest.mark.soak
+def test_in_bf16_chunks_differ_by_rounding(ranks, folders):
+    recipe = Recipe(parallel={"param_dtype": "bf16"}, training=TRAINING, steps=1)
+    chunked = replace(recipe, optimization={"chunk_loss_size": 5})
+    whole, pieces = (
+        ranks.run(2, train_rows, folders["dense"], make_rows(), one)[0] for one in (recipe, chunked)
+    )
+    assert pieces.losses == pytest.approx(whole.losses, rel=1e-3)
+    assert largest_relative_difference(pieces.first_grads, whole.first_grads) <= 0.03
