@@ -49,7 +49,7 @@ class Reblocking:
         self._moments: dict[str, torch.Tensor] = {}
         self._saved = saved
         if self._form is not None and optimizer is not None:
-            names = {parameter: name for name, parameter in model.named_parameters()}
+            names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
             self._moments = {
                 f"optimizer.{names[parameter]}.{what}.{self._form.name}": moment
                 for parameter, state in optimizer.state.items()

@@ -8,7 +8,7 @@ of itself in an update (with beta2 0.999 always, near its mean); with stochastic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,10 @@ class BF16AdamW(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One update of each parameter that has a gradient."""
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """``closure`` is refused: a step here is made once the gradients are there."""
+        if closure is not None:
+            raise ValueError("a step takes no closure")
         for group in self.param_groups:
             for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True):
                 if parameter.grad is not None:
@@ -82,9 +84,9 @@ class BF16AdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         tensors = [_flat(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
         for begin in range(0, tensors[0].numel(), _PIECE):
-            pieces = [tensor[begin : begin + _PIECE] for tensor in tensors]
-            at = places.of(begin, begin + len(pieces[0]), pieces[0].device)
-            _update_piece(*pieces, draws(at, key), update, group)
+            weights, gradient, mean, square = (tensor[begin : begin + _PIECE] for tensor in tensors)
+            at = places.of(begin, begin + len(weights), weights.device)
+            _update_piece(weights, gradient, mean, square, draws(at, key), update, group)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

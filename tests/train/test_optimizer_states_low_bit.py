@@ -145,7 +145,7 @@ def test_a_run_resumes_to_the_bit_and_on_another_layout_with_an_error_of_one_mor
     assert all(np.array_equal(resumed.weights[name], w) for name, w in unbroken.weights.items())
     share, alone, low, in_fp32 = ranks.run(1, elsewhere, folder, dtype, tmp_path)[0]
     half = GAP[dtype] / 2
-    assert share <= half / (1 - half), "of the largest element, which may itself have been rounded down"
+    assert share <= half / (1 - half) + 1e-5, "of the largest element, maybe rounded down itself"
     tolerance = {"int8": 5e-3, "int4": 3e-2}[dtype]
     assert alone.losses == pytest.approx(unbroken.losses[2:], rel=tolerance)
     assert in_fp32.losses[-1] < in_fp32.losses[0] - 1, "it learns"
