@@ -111,3 +111,18 @@ def test_a_table_is_markdown_whose_columns_line_up(turns: Any) -> None:
 def test_the_exponent_of_a_power_is_found(turns: Any) -> None:
     scaling = importlib.import_module("scaling")
     assert scaling.exponent([2, 4, 16], [3 * size**1.7 for size in (2, 4, 16)]) == pytest.approx(1.7)
+
+
+def test_operators_are_summed_by_kind_without_those_they_call() -> None:
+    from types import SimpleNamespace
+
+    mfu = importlib.import_module("mfu")
+    names = {
+        "aten::mm": 5, "aten::addmm": 1, "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 2,
+        "aten::_fused_adamw_": 3, "aten::rsqrt": 4, "aten::mul": 6, "record_param_comms": 7,
+    }  # fmt: skip
+    events = [SimpleNamespace(key=name, self_cpu_time_total=1e6 * seconds) for name, seconds in names.items()]
+    assert mfu.by_kind(events) == {
+        "matrix products": 6, "attention": 2, "optimizer": 3, "norms, the gradient's too": 4,
+        "element-wise and copies": 6, "other": 7,
+    }  # fmt: skip
