@@ -50,6 +50,9 @@ FEATURES: dict[str, Feature] = {
     "ignored_modules": Feature(
         "ignored_modules", "parallel.ignored_modules", lambda c, _: bool(c.parallel.ignored_modules)
     ),
+    "activation_offload": Feature(
+        "activation_offload", "parallel.activation_offload", lambda c, _: c.parallel.activation_offload
+    ),
     "cpu_offload": Feature("cpu_offload", "parallel.cpu_offload", lambda c, _: c.parallel.cpu_offload),
     "recompute": Feature(
         "recompute: full", "parallel.recompute", lambda c, _: "full" in c.parallel.recompute_modes
@@ -113,6 +116,11 @@ FEATURES: dict[str, Feature] = {
         "reshard_after_forward: false",
         "parallel.reshard_after_forward",
         lambda c, _: not c.parallel.reshard_after_forward,
+    ),
+    "reshard_to": Feature(
+        "reshard_after_forward: a number",
+        "parallel.reshard_after_forward",
+        lambda c, _: c.parallel.reshards_to is not None,
     ),
     "chunk_loss": Feature(
         "chunk_loss_size", "optimization.chunk_loss_size",
@@ -215,7 +223,17 @@ _KEPT_WHOLE = (
 )
 _NO_EXPERTS = Verdict("refused", "the model has no experts")
 
+_SMALLER = Verdict(
+    "refused",
+    "the smaller groups are cut from the ranks of the whole run, and here units are shared by a part of them; "
+    "use true or false",
+)
+
 EXCEPTIONS: dict[tuple[str, str], Verdict] = {
+    **{("reshard_to", axis): _SMALLER for axis in ("tp", "pp")},
+    ("reshard_to", "shard_placement"): Verdict(
+        "refused", "parameters have to be sharded by rows; use true or false, or leave shard_placement_fn out"
+    ),
     **{
         (pieces, axis): _PIECES
         for pieces in ("enable_chunk_batch", "chunk_layers")
@@ -262,6 +280,9 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("compile", "enable_chunk_batch"): Verdict(
         "refused",
         "pieces are cut by the lengths of documents, each of which would be compiled; they are not shown to it",
+    ),
+    ("compile", "activation_offload"): Verdict(
+        "refused", "compiled code decides itself what it keeps, and this was not tried; take recompute: full"
     ),
     ("compile", "recompute_selective"): Verdict(
         "refused",

@@ -27,4 +27,8 @@ def probing(model: Any) -> Iterator[None]:
         # parameters next (the optimizer) must find the sharded ones.
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                # One that was gathered ahead and not used (a head alone comes before the first layer, where
+                # it is tied) would be taken by the next forward, whatever has been loaded in between.
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    group.wait_for_unshard()
                 module.reshard()

@@ -26,6 +26,7 @@ ASK: dict[str, dict[str, Any]] = {
     "cp-kvallgather": {**_CP, "parallel.cp_type": "kvallgather"},
     "hsdp": {"parallel.fsdp_size": 2},
     "ignored_modules": {"parallel.ignored_modules": "[model.norm]"},
+    "activation_offload": {"parallel.activation_offload": "true"},
     "cpu_offload": {"parallel.cpu_offload": "true"},
     "recompute": {"parallel.recompute": "true"},
     "recompute_selective": {"parallel.recompute": "selective"},
@@ -49,10 +50,15 @@ ASK: dict[str, dict[str, Any]] = {
     "router_bias": {"training.router_bias_update_rate": 0.01},
     "shard_placement": {"parallel.shard_placement_fn": "shard_by_dim_0"},
     "no_reshard": {"parallel.reshard_after_forward": "false"},
+    "reshard_to": {"parallel.reshard_after_forward": 2},
     "chunk_loss": {"optimization.chunk_loss_size": 7},
     "z_loss": {"training.z_loss_coef": 1e-4},
     "label_smoothing": {"training.label_smoothing": 0.1},
     "fp16": {"parallel.param_dtype": "fp16"},
+    "small_states": {"training.optimizer_state_dtype": "bf16"},
+    "no_adamw": {"training.optimizer": "lion"},
+    "in_backward": {"training.optimizer_in_backward": "two_pass"},
+    "whole_optimizer": {"training.optimizer": "muon"},
     "bf16_reduce": {"parallel.reduce_dtype": "bf16"},
     "parameter_groups": {"training.parameter_groups": '[{"patterns": "*norm*", "lr_scale": 0.5}]'},
     "validation": {"data.eval_dataset": "other"},
@@ -73,6 +79,7 @@ IMPLIED = {
     "cross_document_attention": {"packing"},
     "chunk_layers": {"enable_chunk_batch"},
     "compile_model": {"compile"},
+    "whole_optimizer": {"no_adamw"},
 }
 """What a run with a feature uses besides."""
 MODEL = {
