@@ -13,7 +13,7 @@ whole) are kept, and their parameters updated after the backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -36,19 +36,20 @@ class InBackward:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, *, late: Collection[torch.Tensor] = (), two_passes: bool
+        self, optimizer: torch.optim.Optimizer, *, late: Iterable[torch.Tensor] = (), two_passes: bool
     ) -> None:
         self.two_passes = two_passes
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
         """Parameter -> the norm of its gradient in the last pass, fp32 [] on its device; this rank's part."""
         self._optimizer = optimizer
+        waiting = frozenset(late)  # a list would compare elements
         self._mode: Mode = "idle"
         self._factor = 1.0
         self._group_of: dict[torch.Tensor, tuple[dict[str, Any], int]] = {
             parameter: (group, place)
             for group in optimizer.param_groups
             for place, parameter in enumerate(group["params"])
-            if parameter not in late
+            if parameter not in waiting
         }
         for parameter in self._group_of:
             parameter.register_post_accumulate_grad_hook(self._take)
