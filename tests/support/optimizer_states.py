@@ -13,6 +13,9 @@ from support.training import Recipe, build_step, make_rows, micro_batches_of, wh
 TORCHAO = Path(__file__).parents[2] / ".venv" / "torchao"
 """Where `make setup-test` puts torchao, which would slow down whatever imports transformers beside it."""
 
+TIMEOUT_S = 400.0
+"""Several legs in one call, on a machine that may be busy."""
+
 
 @dataclass(frozen=True)
 class Leg:

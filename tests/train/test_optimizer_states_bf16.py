@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.optimizer_states import Leg, leg_of_a_run, unbroken_and_resumed
+from support.optimizer_states import TIMEOUT_S, Leg, leg_of_a_run, unbroken_and_resumed
 from support.parity import write_parity_model
 from support.training import Recipe
 
@@ -71,10 +71,12 @@ def legs_elsewhere(folder, recipe, out):
 def test_a_resumed_run_is_bit_for_bit_the_unbroken_one_and_learns_as_with_fp32(ranks, alone, tmp_path):
     folder, _ = alone("dense")
     recipe = Recipe(training=TRAINING)
-    unbroken, resumed = ranks.run(2, unbroken_and_resumed, folder, recipe, tmp_path)[0]
+    unbroken, resumed = ranks.run(2, unbroken_and_resumed, folder, recipe, tmp_path, timeout_s=TIMEOUT_S)[0]
     assert resumed.losses == unbroken.losses[2:]
     assert all(np.array_equal(resumed.weights[name], w) for name, w in unbroken.weights.items())
-    elsewhere, in_bf16, in_fp32 = ranks.run(1, legs_elsewhere, folder, recipe, tmp_path)[0]
+    elsewhere, in_bf16, in_fp32 = ranks.run(1, legs_elsewhere, folder, recipe, tmp_path, timeout_s=TIMEOUT_S)[
+        0
+    ]
     assert elsewhere.losses == pytest.approx(unbroken.losses[2:], rel=1e-5)
     assert in_fp32.losses[-1] < in_fp32.losses[0] - 1, "it learns"
     assert in_bf16.losses == pytest.approx(in_fp32.losses, rel=2e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.models import write_tiny_model
-from support.optimizer_states import add_torchao, leg_of_a_run, unbroken_and_resumed
+from support.optimizer_states import TIMEOUT_S, add_torchao, leg_of_a_run, unbroken_and_resumed
 from support.training import Recipe, build_step
 
 from shardyard.config import load_config
@@ -140,10 +140,10 @@ def by_hand(codes, scale, qmap):
 def test_a_run_resumes_to_the_bit_and_on_another_layout_with_an_error_of_one_more_rounding(
     ranks, folder, tmp_path, dtype
 ):
-    unbroken, resumed = ranks.run(2, both_legs, folder, dtype, tmp_path)[0]
+    unbroken, resumed = ranks.run(2, both_legs, folder, dtype, tmp_path, timeout_s=TIMEOUT_S)[0]
     assert resumed.losses == unbroken.losses[2:]
     assert all(np.array_equal(resumed.weights[name], w) for name, w in unbroken.weights.items())
-    share, alone, low, in_fp32 = ranks.run(1, elsewhere, folder, dtype, tmp_path)[0]
+    share, alone, low, in_fp32 = ranks.run(1, elsewhere, folder, dtype, tmp_path, timeout_s=TIMEOUT_S)[0]
     half = GAP[dtype] / 2
     assert share <= half / (1 - half) + 1e-5, "of the largest element, maybe rounded down itself"
     tolerance = {"int8": 5e-3, "int4": 3e-2}[dtype]
