@@ -59,6 +59,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
     """
     shape, _ = read_shape(config.model)
     layout = resolve_layout(config.parallel, world_size, shape, _micro_batches(config))
+    _refuse_reshard(config.parallel, layout)
     if layout.dp_replicate > 1:
         refuse_pairs_of_replicas(config, shape)
     return layout
@@ -138,6 +139,16 @@ def _micro_batches(config: Config) -> int | None:
     """Of a step; None where lengths decide, which makes as many as a pipeline needs."""
     training = config.training
     return training.gradient_accumulation_steps if training.max_tokens_per_micro_batch is None else None
+
+
+def _refuse_reshard(parallel: ParallelConfig, layout: Layout) -> None:
+    number = parallel.reshards_to
+    if number is not None and layout.fsdp % number:
+        fits = [size for size in range(2, layout.fsdp + 1) if layout.fsdp % size == 0]
+        raise UserError(
+            f"parallel.reshard_after_forward: {number} does not divide the {layout.fsdp} ranks that share "
+            f"the parameters; take {', '.join(map(str, fits)) or 'true or false'}"
+        )
 
 
 def _refuse(wish: Wish) -> None:

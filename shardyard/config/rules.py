@@ -268,6 +268,11 @@ _NO_EFFECT: tuple[tuple[Callable[[Config], bool], str, tuple[str, ...]], ...] = 
         ("parallel.recompute_operators",),
     ),
     (
+        lambda config: not config.parallel.activation_offload,
+        "parallel.activation_offload is false",
+        ("parallel.activation_offload_modules",),
+    ),
+    (
         lambda config: config.parallel.param_dtype != "fp16",
         "parallel.param_dtype is not fp16",
         tuple(path for path in FIELDS if path.startswith("training.fp16_")),

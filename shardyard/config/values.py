@@ -209,6 +209,8 @@ def parse_text(text: str, kind: Kind) -> Any:
         return lowered[text.lower()]
     if {int, float} <= kind.scalars:  # the spelling tells a count from a share
         return read_int(text) if _INTEGER.fullmatch(text.strip()) else read_float(text.strip())
+    if {bool, int} <= kind.scalars and _INTEGER.fullmatch(text.strip()) and text.strip() not in ("0", "1"):
+        return read_int(text.strip())
     readers: list[tuple[type, Callable[[str], Any]]] = [
         (bool, read_bool),
         (int, read_int),

@@ -1,7 +1,8 @@
-"""Copies from the host to an accelerator that run beside its computing."""
+"""Copies between the host and an accelerator that run beside its computing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,23 @@ class CopyStream:
         with self._module.stream(self._stream):
             copied = tensor.to(self._target, non_blocking=True)
             return Arrival(copied, self._stream.record_event(), self._module)
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begin to copy a tensor of the device into pinned memory: (the copy, the event of its end).
+
+        Copies of one stream keep their order, so one back to the device may begin at once.
+        """
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)
+            return host, self._stream.record_event()
+
+    def wait_for(self, events: Iterable[Any]) -> None:
+        """What the device computes from now on begins after ``events``; this process does not wait."""
+        for event in events:
+            self._module.current_stream().wait_event(event)
 
 
 def copy_stream(device: Device) -> CopyStream | None:

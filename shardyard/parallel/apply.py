@@ -14,6 +14,7 @@ from shardyard.parallel.compile import EAGER, Compilation, apply_compile
 from shardyard.parallel.experts.split import apply_expert_parallel
 from shardyard.parallel.fsdp import apply_fsdp
 from shardyard.parallel.meshes import Meshes
+from shardyard.parallel.offload import apply_offload
 from shardyard.parallel.recompute import apply_recompute
 from shardyard.parallel.tensor import apply_tensor_parallel
 
@@ -25,7 +26,7 @@ def apply_parallelism(
     device: Device,
     compilation: Compilation = EAGER,
 ) -> Any:
-    """Split layers, split experts, what is compiled, computed again or piece by piece, shards.
+    """Split layers, split experts, what is compiled, computed again, kept on the host, run by pieces, shards.
 
     Context parallelism is not here: it changes no module, only what a rank's forward reads and how its
     attention works (parallel/sequence.py, ops/context). Pipeline stages are cut when a model is constructed
@@ -40,6 +41,7 @@ def apply_parallelism(
         apply_expert_parallel(model, parallel, meshes)
     apply_compile(model, compilation)
     apply_recompute(model, parallel)
+    apply_offload(model, parallel, meshes, device)
     apply_chunks(model, parallel, meshes)
     apply_fsdp(model, parallel, meshes, device)
     return model

@@ -80,15 +80,15 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     names = {name for name, _ in blocks + experts}
     units = [(n, m) for n, m in model.named_modules() if n in names]
     groups = _groups(owners, units, managed={p for module in whole for p in module.parameters()})
-    dense = placement(model, parallel, meshes.layout.fsdp)
+    dense = _by_rows(placement(model, parallel, meshes.layout.fsdp), parallel)
     for group in groups:
-        keep = parallel.reshard_after_forward
+        reshard = parallel.reshards_to or bool(parallel.reshard_after_forward)
         if group[0] in on_their_own:
-            place = placement(model, parallel, meshes.layout.ep_fsdp)
+            place, reshard = placement(model, parallel, meshes.layout.ep_fsdp), bool(reshard)
             mesh, mp = meshes.expert_fsdp, as_they_come
         else:
             mesh, place, mp = meshes.fsdp, dense, policy
-        shard(group, mesh=mesh, reshard_after_forward=keep, shard_placement_fn=place, mp_policy=mp)
+        shard(group, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=place, mp_policy=mp)
     shard(model, mesh=meshes.fsdp, shard_placement_fn=dense)
     _sum_gradients(model)
     use_in_place(model)
@@ -151,6 +151,24 @@ def placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> Placem
     )
     dense = dense_placement(model, parallel, shards)
     return lambda parameter: experts(parameter) or dense(parameter)
+
+
+def _by_rows(place: PlacementFn, parallel: ParallelConfig) -> PlacementFn:
+    """``place``, or a refusal where torch could not reshard to fewer ranks: it cuts rows only."""
+    if parallel.reshards_to is None:
+        return place
+
+    def checked(parameter: nn.Parameter) -> Shard | None:
+        found = place(parameter)
+        if found is not None and found.dim:
+            raise UserError(
+                f"parallel.reshard_after_forward: {parallel.reshards_to} needs parameters that are sharded "
+                f"by rows, and one of shape {list(parameter.shape)} is sharded along dimension {found.dim}; "
+                "use true or false"
+            )
+        return found
+
+    return checked
 
 
 def dense_placement(model: nn.Module, parallel: ParallelConfig, shards: int) -> PlacementFn:
@@ -255,8 +273,12 @@ def set_prefetch(model: nn.Module, groups: list[list[nn.Module]], parallel: Para
     not the forward one reversed.
     """
     ahead, behind = parallel.num_to_forward_prefetch, parallel.num_to_backward_prefetch
+    # A tied unit runs first and last. What it fetches the second time may be resharded before it is used, and
+    # with a number of ranks to reshard to torch then no longer knows from which it was gathered.
+    tied = {group[0] for group in groups if len(group) > 1 and parallel.reshards_to is not None}
     for unit, following in _followers(_in_order(groups, model.modules()), ahead):
-        unit.set_modules_to_forward_prefetch(following)
+        if unit not in tied:
+            unit.set_modules_to_forward_prefetch(following)
     for unit, following in _followers(_in_order(groups, _backwards(model)), behind):
         unit.set_modules_to_backward_prefetch(following)
 

@@ -76,8 +76,13 @@ class ParallelConfig(Section):
     ignored_modules: tuple[str, ...] | None = setting(
         None, "Patterns of the modules that are not sharded.", "不做分片的模块匹配模式。"
     )
-    reshard_after_forward: bool = setting(
-        True, "Free the gathered parameters of a module after its forward.", "前向后释放聚集的参数。"
+    reshard_after_forward: bool | int = setting(
+        True,
+        "Free the gathered parameters of a module after its forward. A number (2 or more, a divisor of "
+        "fsdp_size) keeps them on so many neighbouring ranks, from which the backward pass gathers them.",
+        "前向后释放聚集的参数。数字（不小于 2，且整除 fsdp_size）表示改为在相邻的这么多张卡上分片保留，"
+        "反向时从这些卡聚集。",
+        ge=0,
     )
     shard_placement_fn: Placement | None = setting(
         None,
@@ -157,11 +162,25 @@ class ParallelConfig(Section):
         "Keyword arguments that are cut.",
         "需切块的关键字参数。",
     )
+    activation_offload: bool = setting(
+        False,
+        "Keep what the backward pass needs of the blocks in the host's memory, fetched a block ahead.",
+        "把反向所需的激活放在主机内存，反向时提前一个模块取回。",
+    )
+    activation_offload_modules: tuple[str, ...] = setting(
+        LAYERS, "Patterns of those blocks.", "激活卸载的模块匹配模式。"
+    )
     cpu_offload: bool = setting(
         False,
         "Keep parameters, gradients and optimizer state in the host's memory.",
         "把参数、梯度和优化器状态放在主机内存。",
     )
+
+    @property
+    def reshards_to(self) -> int | None:
+        """The number of ranks that ``reshard_after_forward`` names, if it is one."""
+        value = self.reshard_after_forward
+        return None if isinstance(value, bool) or value < 2 else value
 
     @property
     def recompute_mode(self) -> RecomputeMode:
