@@ -79,13 +79,21 @@ def _missing_for_cpus() -> str:
 
 
 def _missing_for_accelerators() -> str:
-    return "" if find_spec("triton") is not None else "the package triton, which is not installed"
+    if find_spec("triton") is None:
+        return "the package triton, which is not installed"
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        return f"a C compiler for triton, and there is no {named or 'gcc or clang (CC may name another)'}"
+    return ""
 
 
 def apply_compile(model: Any, compilation: Compilation) -> None:
     """Compile each layer's forward (``block``), or that of the model's body (``model``).
 
     The loss stays outside: the number of labelled positions is a matter of the data.
+
+    Raises:
+        UserError: no layer is left to compile.
     """
     if not compilation:
         return
@@ -97,6 +105,11 @@ def apply_compile(model: Any, compilation: Compilation) -> None:
     else:
         layers = select_blocks(model, ParallelConfig(), "recompute_modules")  # by default, the layers
         blocks = [(name, layer) for name, layer in layers if layer not in experts]
+        if not blocks:
+            raise UserError(
+                f"optimization.compile: block, but the layers of {type(model).__name__} hold their experts "
+                "themselves, and those are not compiled; set it to none"
+            )
     for _, block in blocks:
         block.forward = _compiled_for_training(block.forward, compilation.backend)
     logger.info(

@@ -55,7 +55,8 @@ def _assert_equal(ours: Outcome, reference: Outcome) -> None:
     assert largest_relative_difference(ours.weights, reference.weights) <= TOLERANCE
 
 
-SAMPLE = {("FSDP 2", "dense", "all", BLOCK), ("EP 2 on FSDP 2", "moe", "plain", BLOCK)}
+SAMPLE = {("EP 2 on FSDP 2", "moe", "all", BLOCK)}
+"""Nearly all in one case: shards, experts on two ranks, a layer without, accumulation, recomputation."""
 LAYOUTS = (
     "FSDP 2", "HSDP 2x2", "CP ulysses 2", "CP ring 2", "PP 2", "PP 2 interleaved", "EP 2 on FSDP 2",
     "CP 2 with EP 2",
@@ -163,10 +164,28 @@ def test_a_cpu_without_a_compiler_is_refused_before_anything_is_built(
     check_compiler(Compilation("model"), Device("cpu"))
 
 
-def test_an_accelerator_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     specs: dict[str, Any] = {"triton": None}
     monkeypatch.setattr("shardyard.parallel.compile.find_spec", specs.__getitem__)
     with pytest.raises(UserError, match="block needs the package triton, which is not installed"):
         check_compiler(Compilation("block"), Device("cuda"))
     specs["triton"] = object()
+    monkeypatch.setenv("CC", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r"block needs a C compiler for triton, and there is no .*absent"):
+        check_compiler(Compilation("block"), Device("cuda"))
+    (tmp_path / "absent").write_text("", encoding="utf-8")
+    (tmp_path / "absent").chmod(0o755)
     check_compiler(Compilation("block"), Device("cuda"))
+
+
+def test_a_model_of_which_nothing_would_be_compiled_is_refused() -> None:
+    import torch
+    from torch import nn
+
+    from shardyard.parallel.compile import apply_compile
+
+    experts, layer, body, model = (nn.Module() for _ in range(4))
+    experts.num_experts, experts.weight = 2, nn.Parameter(torch.zeros(2, 3, 4))
+    layer.experts, body.layers, model.model = experts, nn.ModuleList([layer]), body
+    with pytest.raises(UserError, match="the layers of Module hold their experts themselves"):
+        apply_compile(model, Compilation("block"))
