@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardyard.optim.algorithms import Setup
 from shardyard.optim.groups import Group, torch_groups
-from shardyard.optim.spread import box_of
+from shardyard.optim.matrix_plan import box_of
 from shardyard.parallel import local
 from shardyard.parallel.experts.select import fused_experts
 from shardyard.parallel.pipeline import PipelineModel
@@ -80,7 +80,7 @@ class AdamMini(torch.optim.Optimizer):
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
-        blocks: Mapping[torch.Tensor, Blocks],
+        blocks: Mapping[Any, Blocks],
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -96,7 +96,9 @@ class AdamMini(torch.optim.Optimizer):
         return {
             "step": torch.zeros((), dtype=torch.float32),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": parameter.new_zeros(()) if inputs is None else _zeros_by_row(parameter, inputs),
+            "exp_avg_sq": local(parameter).new_zeros(())
+            if inputs is None
+            else _zeros_by_row(parameter, inputs),
         }
 
     @torch.no_grad()
@@ -118,6 +120,7 @@ class AdamMini(torch.optim.Optimizer):
         state["step"] += 1
         count = float(state["step"])
         moment, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        assert parameter.grad is not None
         moment.lerp_(local(parameter.grad), 1 - beta1)
         square.lerp_(mean, 1 - beta2)
         size = (square / (1 - beta2**count)).sqrt_().add_(self._eps)
@@ -140,8 +143,8 @@ class AdamMini(torch.optim.Optimizer):
 
 def _sums(parameter: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Sums of squared gradients, 1-D: by block, all blocks of the parameter for heads; those held else."""
-    grad = local(parameter.grad) if parameter.grad is not None else local(parameter).new_zeros(())
-    squares = grad.float().square()
+    assert parameter.grad is not None
+    squares = local(parameter.grad).float().square()
     if blocks.inputs is None:
         return squares.sum().reshape(1)
     rows = squares.sum(blocks.inputs)
@@ -182,7 +185,7 @@ def _zeros_by_row(parameter: torch.Tensor, inputs: int) -> torch.Tensor:
 
 
 def _splits(placement: Any, dims: set[int] | None) -> bool:
-    """Whether it splits one of ``dims``; None: any. It is no plain Shard where tp or ep has cut before FSDP."""
+    """Whether it splits one of ``dims``; None: any. Where tp or ep has cut before, FSDP's is no Shard."""
     return not placement.is_replicate() and (dims is None or placement.dim in dims)
 
 

@@ -30,8 +30,9 @@ from shardyard.optim.algorithms import Setup
 from shardyard.optim.combined import Combined
 from shardyard.optim.groups import Group, torch_groups
 from shardyard.optim.matrices import Matrix, hidden_matrices
+from shardyard.optim.matrix_plan import Piece, Plan, Round
 from shardyard.optim.newton_schulz import orthogonalise
-from shardyard.optim.spread import Piece, Round, Spread
+from shardyard.optim.spread import Spread
 from shardyard.parallel import local
 
 Scaling = Literal["match_rms_adamw", "original"]
@@ -49,7 +50,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
-        matrices: Mapping[torch.Tensor, Sequence[Matrix]],
+        matrices: Mapping[Any, Sequence[Matrix]],
         group: dist.ProcessGroup | None = None,
         *,
         momentum: float = 0.95,
@@ -61,10 +62,12 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self._momentum, self._nesterov, self._steps = momentum, nesterov, steps
-        self._scaling, self._dtype = scaling, dtype
+        self._scaling: Scaling = scaling
+        self._dtype = dtype
         self._of = [(p, options) for options in self.param_groups for p in options["params"]]
         parameters = [p for p, _ in self._of]
-        self.spread = Spread(parameters, [matrices[p] for p in parameters], group, budget=budget)
+        self._spread = Spread(parameters, [matrices[p] for p in parameters], group, budget=budget)
+        self.plan = self._spread.plan
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The momentum, in shards."""
@@ -83,9 +86,9 @@ class Muon(torch.optim.Optimizer):
                 local(parameter).mul_(1 - options["lr"] * options["weight_decay"])
         if self._of:
             like = torch.empty(0, dtype=self._dtype, device=_device_of(self._of[0][0]))
-            for turn in self.spread.rounds:
-                whole = self.spread.gather(turn, self._direction, like)
-                self.spread.deliver(turn, self._orthogonal(turn, whole), self._apply, like)
+            for turn in self.plan.rounds:
+                whole = self._spread.gather(turn, self._direction, like)
+                self._spread.deliver(turn, self._orthogonal(turn, whole), self._apply, like)
 
     def _direction(self, piece: Piece) -> torch.Tensor:
         """What is to be orthogonalised, of one piece."""
@@ -100,7 +103,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonal(self, turn: Round, whole: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Matrices of one stack go together."""
         done: dict[int, torch.Tensor] = {}
-        for numbers in _stacks(turn.tasks, self.spread):
+        for numbers in _stacks(turn.tasks, self.plan):
             given = [whole.pop(number) for number in numbers]
             together = given[0] if len(given) == 1 else torch.stack(given)
             del given
@@ -112,7 +115,7 @@ class Muon(torch.optim.Optimizer):
         parameter, options = self._of[piece.parameter]
         if parameter.grad is None:
             return
-        rate = options["lr"] * scale_of(self.spread.tasks[piece.task][1], self._scaling)
+        rate = options["lr"] * scale_of(self.plan.tasks[piece.task][1], self._scaling)
         part = local(parameter)[piece.local]
         part.add_(orthogonal.to(part.device), alpha=-rate)
 
@@ -127,11 +130,11 @@ def scale_of(matrix: Matrix, scaling: Scaling) -> float:
     )
 
 
-def _stacks(numbers: Sequence[int], spread: Spread) -> list[list[int]]:
+def _stacks(numbers: Sequence[int], plan: Plan) -> list[list[int]]:
     """The tasks by parameter and shape, matrices of their own apart."""
     stacks: dict[tuple[Any, ...], list[int]] = {}
     for number in numbers:
-        parameter, matrix = spread.tasks[number]
+        parameter, matrix = plan.tasks[number]
         stacks.setdefault((parameter, matrix.shape), []).append(number)
     return list(stacks.values())
 

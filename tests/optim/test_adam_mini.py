@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -77,7 +79,7 @@ def steps_over_shards(shape: tuple[int, ...], placements: dict[str, str]):
         return distribute_tensor(values, mesh, kinds, src_data_rank=None)
 
     mesh = init_device_mesh("cpu", shape)
-    parameters = {
+    parameters: dict[str, Any] = {
         kind: torch.nn.Parameter(placed(drawn(1, *KINDS[kind][0]), text)) for kind, text in placements.items()
     }
     optimizer = optimizer_of({parameter: KINDS[kind][1] for kind, parameter in parameters.items()})
@@ -95,12 +97,11 @@ def steps_over_shards(shape: tuple[int, ...], placements: dict[str, str]):
 @pytest.mark.parametrize(
     ("world", "shape", "placements"),
     [
-        (2, (2,), ("1", "0", "0", "2", "1")),
-        (4, (2, 2), ("0R", "01", "R0", "02", "12")),
-        (4, (4,), ("0", "0", "0", "0", "2")),
+        pytest.param(2, (2,), ("1", "0", "0", "2", "1"), id="2", marks=pytest.mark.soak),
+        pytest.param(4, (2, 2), ("0R", "01", "R0", "02", "12"), id="2x2"),
+        pytest.param(4, (4,), ("0", "0", "0", "0", "2"), id="4, uneven", marks=pytest.mark.soak),
     ],
-    ids=["2", "2x2", "4, uneven"],
-)  # fmt: skip
+)
 def test_shards_give_the_weights_of_one_process(ranks, world, shape, placements):
     placements = dict(zip(KINDS, placements, strict=True))
     alone = {kind: torch.nn.Parameter(drawn(1, *KINDS[kind][0])) for kind in placements}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def model() -> torch.nn.Module:
     return torch.nn.ModuleDict({"embed": embed, "layers": layers, "head": head})
 
 
-def found(*entries: dict, **more) -> dict[str, tuple[float, float]]:
+def found(*entries: dict, **more) -> dict[str, Any]:
     """Parameter -> (rate at a schedule's 1e-3, decay), as torch's optimizer has it after `set_lr`."""
     training, built = training_with(*entries, **more), model()
     optimizer = build(group_parameters(built, training), Setup(training, built))

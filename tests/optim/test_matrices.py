@@ -7,7 +7,7 @@ import pytest
 from support.models import tiny_config
 
 from shardyard.optim.matrices import Matrix, hidden_matrices
-from shardyard.optim.spread import piece_of
+from shardyard.optim.matrix_plan import piece_of
 
 
 def built(family):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from shardyard.optim.matrices import Matrix
+from shardyard.optim.matrix_plan import Plan
 from shardyard.optim.muon import Muon, scale_of
 from shardyard.optim.newton_schulz import orthogonalise
 
@@ -23,7 +26,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def run(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+def run(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     for step in range(STEPS):
         for number, parameter in enumerate(parameters):
             parameter.grad = drawn(100 * step + number, *parameter.shape)
@@ -53,7 +56,7 @@ def test_in_bf16_it_is_torchs_muon_bit_for_bit(scaling, nesterov):
     ours, theirs = (
         [torch.nn.Parameter(drawn(7 + n, *shape)) for n, shape in enumerate(shapes)] for _ in "ab"
     )
-    options = {"lr": LR, "weight_decay": DECAY}
+    options: dict[str, Any] = {"lr": LR, "weight_decay": DECAY}
     muon = Muon(
         [{"params": ours, **options}], {p: (whole(p),) for p in ours}, nesterov=nesterov, scaling=scaling,
         dtype=torch.bfloat16,
@@ -185,7 +188,7 @@ def steps_over_shards(shape: tuple[int, ...], placements: tuple[str, ...], budge
         return distribute_tensor(values, mesh, kinds, src_data_rank=None)
 
     mesh = init_device_mesh("cpu", shape)
-    parameters = [
+    parameters: list[Any] = [
         torch.nn.Parameter(placed(drawn(50 + n, *size), text))
         for n, (size, text) in enumerate(zip(SHAPES, placements, strict=True))
     ]
@@ -198,12 +201,17 @@ def steps_over_shards(shape: tuple[int, ...], placements: tuple[str, ...], budge
         for n, (parameter, text) in enumerate(zip(parameters, placements, strict=True)):
             parameter.grad = placed(drawn(100 * step + n, *parameter.shape), text)
         muon.step()
-    rounds = [[muon.spread.tasks[number][1].shape for number in turn.tasks] for turn in muon.spread.rounds]
+    rounds = [[muon.plan.tasks[number][1].shape for number in turn.tasks] for turn in muon.plan.rounds]
     full = [p.detach().full_tensor() for p in parameters]
-    return full, rounds, [turn.travels for turn in muon.spread.rounds]
+    return full, rounds, [turn.travels for turn in muon.plan.rounds]
 
 
-@pytest.mark.parametrize("case", PLANS)
+QUICK = ("rows of 2", "replicas of 2 x shards of 2")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in PLANS]
+)
 def test_shards_and_replicas_give_the_weights_of_one_process(ranks, case):
     world, shape, placements = PLANS[case]
     alone = [torch.nn.Parameter(drawn(50 + n, *size)) for n, size in enumerate(SHAPES)]
@@ -222,18 +230,26 @@ def test_shards_and_replicas_give_the_weights_of_one_process(ranks, case):
     assert sum(owned) == 7 and max(owned) - min(owned) <= 3
 
 
-def test_whole_experts_on_their_ranks_need_no_collective(ranks):
-    answers = ranks.run(2, steps_of_local_experts)
-    for travels, owners in answers:
-        assert travels == [False] * len(travels)
-        assert owners == [0, 0, 1, 1]
+def test_whole_experts_on_their_ranks_need_no_collective():
+    """Four experts on two ranks, as each of these sees it."""
+    boxes = [[((0, 2), (0, 4), (0, 6))], [((2, 4), (0, 4), (0, 6))]]
+    for rank in range(2):
+        plan = Plan([ENTRIES], boxes, rank, budget=100)
+        assert plan.owners == [0, 0, 1, 1]
+        assert [turn.tasks for turn in plan.rounds] == [((0, 1), (2, 3))[rank]]
+        assert not any(turn.travels for turn in plan.rounds)
 
 
-def steps_of_local_experts():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    stack = torch.nn.Parameter(distribute_tensor(drawn(1, 4, 4, 6), mesh, [Shard(0)]))
-    muon = Muon([{"params": [stack]}], {stack: ENTRIES}, torch.distributed.group.WORLD)
-    return [turn.travels for turn in muon.spread.rounds], muon.spread.owners
+def test_a_plan_for_many_ranks_shares_the_work():
+    """16 + 8 matrices of two shapes, rows over 16 ranks, and two replicas of these: 24 owners."""
+    matrices = [(Matrix(range(64), range(32)),)] * 16 + [(Matrix(range(32), range(32)),)] * 8
+    own = [[((4 * r, 4 * r + 4), (0, 32))] * 16 + [((2 * r, 2 * r + 2), (0, 32))] * 8 for r in range(16)]
+    plan = Plan(matrices, own * 2, 5, budget=64 * 32)
+    assert sorted(plan.owners) == list(range(24))
+    (turn,) = plan.rounds
+    assert turn.parts == 2  # each of two replicas gets a copy, and the copies keep to the budget
+    assert len(turn.tasks) == 1
+    number = turn.tasks[0]
+    assert [len(side) for side in turn.gets] == [1] * 16 + [0] * 16  # from the owner's own replica
+    assert [len(side) for side in turn.back] == [1] * 32
+    assert {piece.task for side in turn.back for piece in side} == {number}

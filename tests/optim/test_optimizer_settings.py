@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import get_args
+
 import pytest
 from support.configs import fault_of, load
 
+from shardyard.config import TrainingConfig
 from shardyard.config.parameter_groups import GroupRule, group_rules
 
 
@@ -15,7 +20,8 @@ def test_groups_are_read_from_yaml_with_a_pattern_or_a_list_of_them(tmp_path):
         "    - patterns: ['*norm*', 'model.layers.{0-3}.*']\n      lr_scale: 0.5\n      weight_decay: 0\n"
     )
     one, two = group_rules(load(tmp_path, text).config.training)
-    assert one == GroupRule(("model.embed_tokens.*",), pytest.approx(0.2), None)
+    assert (one.patterns, one.weight_decay) == (("model.embed_tokens.*",), None)
+    assert one.lr_scale == pytest.approx(0.2)
     assert two == GroupRule(("*norm*", "model.layers.{0-3}.*"), 0.5, 0.0)
 
 
@@ -55,3 +61,20 @@ def test_settings_of_another_optimizer_or_schedule_are_told(tmp_path, text, reas
 def test_settings_of_the_chosen_one_are_not_told(tmp_path):
     text = "{optimizer: muon, adam_beta2: 0.9, lr_scheduler_type: wsd, lr_wsd_decay_ratio: 0.2}"
     assert not [w for w in load(tmp_path, f"training: {text}").warnings if "no effect" in w]
+
+
+def test_the_page_of_optimizers_tells_what_is_there(tmp_path):
+    """Its YAML loads, and its tables name every optimizer, every schedule and every default of Muon."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, flags=re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        group_rules(load(tmp_path, block).config.training)
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    fields = TrainingConfig.model_fields
+    for key in ("optimizer", "lr_scheduler_type"):
+        for name in get_args(fields[key].annotation):
+            assert any(f"`{name}`" in row.split("|")[1] for row in rows), name
+    for key in (key for key in fields if key.startswith("muon_")):
+        default = str(fields[key].default).lower()
+        assert any(row.startswith(f"| `{key}` | {default} |") for row in rows), key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_warmup_ratio_rounds_down_and_steps_win_over_it():
 
 def test_wsd_is_flat_and_falls_at_the_end_in_each_style():
     """2 warm-up updates, the last 4 of 12 fall from 1 to 0.2: by quarters of the way."""
-    fallen = {
+    fallen: dict[Any, list[float]] = {
         "linear": [0.25, 0.5, 0.75, 1.0],
         "cosine": [(1 - math.cos(math.pi * q)) / 2 for q in (0.25, 0.5, 0.75, 1.0)],
         "minus_sqrt": [0.5, math.sqrt(0.5), math.sqrt(0.75), 1.0],
@@ -108,7 +108,7 @@ NAMES = get_args(TrainingConfig.model_fields["lr_scheduler_type"].annotation)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_works_with_its_defaults_and_three_updates(name):
+def test_every_name_works_with_its_defaults_and_three_updates(name: Any) -> None:
     training = TrainingConfig(output_dir="x", lr_scheduler_type=name, lr=1e-3, min_lr=1e-4)
     schedule = Schedule.of(training, 3)
     rates = [schedule.lr_at(k) for k in (1, 2, 3)]
@@ -119,11 +119,12 @@ def test_every_name_works_with_its_defaults_and_three_updates(name):
 
 
 def test_other_names_mean_the_same():
-    for other, name in (
+    names: Any = (
         ("constant_with_warmup", "constant"),
         ("warmup_stable_decay", "wsd"),
         ("cosine_with_min_lr", "cosine"),
-    ):  # fmt: skip
+    )
+    for other, name in names:
         of_both = [
             Schedule.of(TrainingConfig(output_dir="x", lr_scheduler_type=n, lr=1e-3), 50)
             for n in (other, name)
