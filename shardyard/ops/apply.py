@@ -82,7 +82,7 @@ def _without_choice(operation: Operation, found: Found, wish: str | bool, situat
     if not found.sites and not found.strangers:
         if asked:
             logger.warning("%s has no effect: this model has no %s", key, operation.module)
-        return Row(operation.name, plain, f"this model has no {operation.module} that is known")
+        return Row(operation.name, plain, f"this model has no {operation.module}")
     if found.strangers and (asked or not found.sites):
         if asked:
             raise UserError(f"{key}: {found.strangers[0]}, which no fused kernel does; set it to false")

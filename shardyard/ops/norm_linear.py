@@ -82,8 +82,14 @@ def linear(layer: Any, input: Tensor) -> Tensor:
     return _Linear.apply(input, layer.weight, layer.bias, source)  # pyright: ignore[reportReturnType]
 
 
-def install_readers(block: nn.Module, width: int) -> None:
-    """The plain linear layers inside ``block`` that take rows of ``width`` numbers."""
-    for layer in block.modules():
-        if type(layer) is nn.Linear and layer.in_features == width and "forward" not in layer.__dict__:
+def install_readers(block: nn.Module, width: int) -> bool:
+    """Let the plain linear layers inside ``block`` that take rows of ``width`` look for a source.
+
+    Returns:
+        Whether there are any.
+    """
+    readers = [m for m in block.modules() if type(m) is nn.Linear and m.in_features == width]
+    for layer in readers:
+        if "forward" not in layer.__dict__:
             layer.forward = functools.partial(linear, layer)
+    return bool(readers)

@@ -192,9 +192,11 @@ def _example(site: Site, situation: Situation) -> Example:
 
 def _implementation(name: str, function: Any, **limits: Any) -> Implementation:
     def install(site: Site) -> None:
-        site.module.forward = functools.partial(_forward, function, site.module, site.kind)
-        if function is lean_rms_norm_for_layers and site.block is not None:
-            install_readers(site.block, site.kind.width)
+        chosen = function
+        if function is lean_rms_norm_for_layers:
+            read = site.block is not None and install_readers(site.block, site.kind.width)
+            chosen = function if read else lean_rms_norm
+        site.module.forward = functools.partial(_forward, chosen, site.module, site.kind)
 
     def run(site: Site) -> Any:
         return functools.partial(function, kind=site.kind)

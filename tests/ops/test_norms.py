@@ -171,6 +171,15 @@ def test_layers_that_read_a_norm_make_its_output_again() -> None:
     assert eager >= lean + 2 * 40 * 24 * 4
 
 
+def test_a_norm_that_no_layer_reads_leaves_nothing() -> None:
+    block = _Block()
+    block.first = block.second = block.third = torch.nn.Identity()
+    (site,) = find_norms(block).sites
+    next(i for i in RMS_NORM.implementations if i.name == "lean_linear").install(site)
+    out = block.norm(_random(1, 3, 24, seed=16))
+    assert out.requires_grad and not hasattr(out, "normalised_from")
+
+
 def test_without_gradients_nothing_is_left_on_a_norm_s_output() -> None:
     block = _Block()
     (site,) = find_norms(block).sites
