@@ -3,6 +3,7 @@
 from shardyard.device.copy_ahead import Arrival, CopyStream, copy_stream
 from shardyard.device.device import Device, detect_device, local_ranks, visible_accelerators
 from shardyard.device.process_group import ProcessGroup, start_process_group
+from shardyard.device.read_back import read_back
 from shardyard.device.restart import restarted_since
 from shardyard.device.stop_signal import StopSignal, note_saved, stop_asked
 
@@ -16,6 +17,7 @@ __all__ = [
     "detect_device",
     "local_ranks",
     "note_saved",
+    "read_back",
     "restarted_since",
     "start_process_group",
     "stop_asked",

@@ -1,7 +1,7 @@
 """The optimizer, its schedule, and the norm of its gradients."""
 
 from shardyard.optim.algorithms import first_state, state_bytes, state_bytes_here
-from shardyard.optim.grad_norm import clip_factor, clip_gradients, owned_square_sum
+from shardyard.optim.grad_norm import clip_factor, clip_gradients, owned_norms, square_sum
 from shardyard.optim.groups import group_lines, group_parameters
 from shardyard.optim.in_backward import InBackward
 from shardyard.optim.optimizer import build_optimizer, set_lr
@@ -16,8 +16,9 @@ __all__ = [
     "first_state",
     "group_lines",
     "group_parameters",
-    "owned_square_sum",
+    "owned_norms",
     "set_lr",
+    "square_sum",
     "state_bytes",
     "state_bytes_here",
 ]

@@ -15,14 +15,13 @@ from torch.distributed.tensor import DTensor
 from shardyard.parallel import local
 
 
-def owned_square_sum(
+def owned_norms(
     owned: Iterable[torch.nn.Parameter], measured: Mapping[torch.Tensor, torch.Tensor] | None = None
-) -> float:
-    """The squares of the gradient elements that this rank answers for; one read-back from the device.
+) -> torch.Tensor:
+    """The norms of the gradients that this rank answers for, fp32 [n] on their device.
 
     A shard belongs to the rank that holds it; of equal replicas the first one counts, so ``owned`` are the
-    parameters for which `parallel.answers_for` holds. Norms of tensors are fp32 on the device (not every
-    device has fp64), their squares are added in fp64 here. ``measured``: norms of gradients that are gone.
+    parameters for which `parallel.answers_for` holds. ``measured``: norms of gradients that are gone.
 
     Raises:
         RuntimeError: a gradient is still a partial sum.
@@ -33,7 +32,12 @@ def owned_square_sum(
         for parameter in owned
         if parameter in gone or parameter.grad is not None
     ]
-    return float(torch.stack(norms).cpu().double().square().sum()) if norms else 0.0
+    return torch.stack(norms) if norms else torch.zeros(0)
+
+
+def square_sum(norms: torch.Tensor) -> float:
+    """Their squares, added in fp64, which not every device has: ``norms`` are on the host by now."""
+    return float(norms.double().square().sum())
 
 
 @torch.no_grad()

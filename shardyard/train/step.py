@@ -18,8 +18,8 @@ import torch
 
 from shardyard.checkpoint.state import persistent_tensors
 from shardyard.data.types import IGNORE_INDEX, MicroBatch
-from shardyard.device import Device, ProcessGroup
-from shardyard.optim import InBackward, clip_factor, clip_gradients, owned_square_sum, set_lr
+from shardyard.device import Device, ProcessGroup, read_back
+from shardyard.optim import InBackward, clip_factor, clip_gradients, owned_norms, set_lr, square_sum
 from shardyard.parallel import GradientSums, Meshes, RoutingStats, answers_for, check_replicas
 from shardyard.parallel.pipeline import PipelineModel, tied_partners
 from shardyard.train.scaler import LossScaler, ScaleState
@@ -203,10 +203,15 @@ class TrainStep:
         """Loss and norm over all ranks; and the ranks at fault -> their first bad micro-batch (None: the
         gradient).
         """
-        per_batch = torch.stack(losses).cpu().double()  # the only wait for the device before the norm
+        norms = owned_norms(self.owned, self.in_backward.norms if self.in_backward else None)
+        counted = self.routing.pending() if self.routing is not None else []
+        # The one time in a step that this process waits for the device, with all it has to know.
+        per_batch, norms, *arrived = read_back([torch.stack(losses), norms, *counted])
+        if self.routing is not None:
+            self.routing.arrived(arrived)
+        per_batch, square = per_batch.double(), square_sum(norms)
         finite = torch.isfinite(per_batch)
         first_bad = -1 if bool(finite.all()) else int((~finite).int().argmax())
-        square = owned_square_sum(self.owned, self.in_backward.norms if self.in_backward else None)
         loss_sum = float(per_batch.sum()) if self.meshes.counts_loss else 0.0
         rows = self.group.gather([loss_sum, square, first_bad, *self.device.peak_memory(), self.notice()])
         loss = float(rows[:, 0].sum()) / counts.labelled

@@ -13,7 +13,7 @@ def norm_of_known_gradients(fsdp):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from shardyard.config.layout import Layout
-    from shardyard.optim import clip_gradients, owned_square_sum
+    from shardyard.optim import clip_gradients, owned_norms, square_sum
     from shardyard.parallel import answers_for, build_meshes
 
     world = dist.get_world_size()
@@ -36,7 +36,7 @@ def norm_of_known_gradients(fsdp):
     plain = torch.nn.Parameter(torch.zeros(2))
     plain.grad = torch.tensor([3.0, 4.0])
     parameters.append(plain)
-    total = torch.tensor(owned_square_sum(p for p in parameters if answers_for(p, meshes)))
+    total = torch.tensor(square_sum(owned_norms(p for p in parameters if answers_for(p, meshes))))
     dist.all_reduce(total)
     norm = math.sqrt(float(total))
     clip_gradients(parameters, norm, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,16 @@ class StepLoad:
             self._counts[layer] = self._counts[layer] + total if layer in self._counts else total
         if aux_loss is not None:
             self._aux_losses.append(aux_loss)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that has been added up, on its device."""
+        return [*self._counts.values(), *self._aux_losses]
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The same, from elsewhere: in the order of `tensors`."""
+        layers = len(self._counts)
+        self._counts = dict(zip(self._counts, tensors[:layers], strict=True))
+        self._aux_losses = list(tensors[layers:])
 
     def over_all_ranks(self) -> tuple[torch.Tensor, float]:
         """(choices fp64 [layers, experts], loss of balance), the same on every rank; one host collective.

@@ -136,6 +136,14 @@ class Routing:
         aux_loss = counts.finish(self._share, coefficient, self._sharers) if balanced else None
         self._load.add(counts, aux_loss)
 
+    def pending(self) -> list[torch.Tensor]:
+        """What `finish_step` reads of the device, so that it can be read together with other results."""
+        return self._load.tensors()
+
+    def arrived(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take what `pending` named, now on the host."""
+        self._load.take(tensors)
+
     def finish_step(self, *, applied: bool) -> RoutingStats:
         """After the optimizer, on every rank of the run; a step that was skipped moves no bias."""
         load, aux_loss = self._load.over_all_ranks()
