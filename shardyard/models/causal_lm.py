@@ -156,7 +156,7 @@ class TrainableCausalLM:
         if labels is None:
             return self._whole(self._own_logits(arguments), share)
         if head.checking:
-            with amplified(model.base_model):
+            with amplified(layer):
                 hidden = model.base_model(**arguments).last_hidden_state
                 return head.difference(layer, hidden, self._own_logits(arguments))
         targets = share.cut(labels, IGNORED)[0]

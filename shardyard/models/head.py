@@ -127,16 +127,15 @@ def _take_targets(layer: nn.Linear) -> None:
 
 
 @contextmanager
-def amplified(body: nn.Module) -> Iterator[None]:
-    """Inside, the last hidden states of the k-th token [1, T, H] come out 2^(k mod 8)-fold."""
+def amplified(layer: nn.Module) -> Iterator[None]:
+    """Inside, the hidden states [1, T, H] of the k-th token enter the output layer 2^(k mod 8)-fold."""
 
-    def amplify(_: nn.Module, __: Any, outputs: Any) -> Any:
-        hidden = outputs.last_hidden_state
+    def amplify(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *others = args
         power = torch.arange(hidden.shape[1], device=hidden.device) % _PROBE_TOKENS
-        outputs.last_hidden_state = hidden * (2.0**power)[:, None].to(hidden.dtype)
-        return outputs
+        return hidden * (2.0**power)[:, None].to(hidden.dtype), *others
 
-    handle = body.register_forward_hook(amplify)
+    handle = layer.register_forward_pre_hook(amplify)
     try:
         yield
     finally:

@@ -57,18 +57,20 @@ class HeadLoss:
     chunk: int | None = None
     group: dist.ProcessGroup | None = None
 
-    def rows(self, count: int, words: int, dtype: torch.dtype, device: str) -> int:
+    def rows(self, count: int, words: int, hidden_size: int, dtype: torch.dtype, device: str) -> int:
         """Rows of a chunk, of ``count`` rows of ``words`` logits on this rank: chunks of about equal size."""
         if self.chunk is not None:
             return self.chunk
         wide = accumulated_in(dtype)
+        is_narrow = wide is not dtype
         # fp32 for softmax and gradient, beside it the product and the gradient in a narrower dtype, and the
         # slope of a tanh.
-        each = wide.itemsize * (1 if self.tail.cap is None else 2) + (
-            0 if wide is dtype else 2 * dtype.itemsize
-        )
+        each = wide.itemsize * (1 if self.tail.cap is None else 2) + 2 * dtype.itemsize * is_narrow
         limit = max(_LEAST_ROWS, _CHUNK_BYTES.get(device, _CHUNK_BYTES_ELSEWHERE) // (words * each))
-        return max(1, math.ceil(count / math.ceil(max(count, 1) / limit)))
+        # Chunks of a narrow dtype cost the weight's gradient in fp32: so many rows are no larger whole.
+        spared = hidden_size * wide.itemsize // each * is_narrow
+        pieces = 1 if count <= limit + spared else math.ceil(count / limit)
+        return max(1, math.ceil(count / pieces))
 
 
 def linear_cross_entropy_sum(
@@ -88,7 +90,8 @@ def linear_cross_entropy_sum(
     loss = loss or HeadLoss()
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    rows = loss.rows(len(targets), weight.shape[0], weight.dtype, weight.device.type)
+    words, hidden_size = weight.shape
+    rows = loss.rows(len(targets), words, hidden_size, weight.dtype, weight.device.type)
     if not needs_gradient:
         chunks = _Chunks(hidden, weight, targets, bias, loss, rows)
         return chunks.total(chunks.losses(start) for start in chunks.starts)

@@ -15,12 +15,13 @@ _COMMON: dict[str, Any] = dict(
     num_key_value_heads=4, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=2,
 )  # fmt: skip
 _WINDOW: dict[str, Any] = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+_NO_DROPOUT: dict[str, Any] = dict(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "divided": ("GraniteConfig", dict(logits_scaling=0.125)),
     "multiplied": ("Cohere2Config", _WINDOW | dict(logit_scale=4.0)),
     "bounded": ("Gemma2Config", _WINDOW | dict(head_dim=8, final_logit_softcapping=1.5)),
     "biased head": ("PhiConfig", dict(tie_word_embeddings=False)),
-    "gpt2": ("GPT2Config", dict(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=256)),
+    "gpt2": ("GPT2Config", _NO_DROPOUT | dict(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4)),
     "bounded, gemma3": ("Gemma3TextConfig", _WINDOW | dict(head_dim=8, final_logit_softcapping=1.5)),
     "bounded, nanochat": ("NanoChatConfig", dict(final_logit_softcapping=1.5)),
     "multiplied by its scaling": ("HyperCLOVAXConfig", dict(logits_scaling=4.0)),
@@ -34,8 +35,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {}),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4)),
     "bloom": ("BloomConfig", dict(vocab_size=WORDS, hidden_size=32, n_layer=2, n_head=4)),
-    "opt": ("OPTConfig", dict(ffn_dim=56, word_embed_proj_dim=16)),
-    "codegen": ("CodeGenConfig", dict(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)),
+    "opt": ("OPTConfig", dict(ffn_dim=56, word_embed_proj_dim=16, dropout=0.0)),
+    "codegen": (
+        "CodeGenConfig",
+        _NO_DROPOUT | dict(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+    ),
 }
 """What is done to logits -> (class of the config, what differs from _COMMON or replaces it)."""
 OWN_CONFIG = {"gpt2", "bloom", "codegen"}

@@ -192,14 +192,18 @@ def test_memory_grows_with_the_vocabulary_by_the_gradient_and_one_chunk_of_logit
 
 def test_by_default_a_chunk_has_as_many_rows_as_fit_the_bound():
     loss, capped = HeadLoss(), HeadLoss(Tail(cap=30.0))
-    bound = 64 * 2**20
+    bound, size, wide, narrow = 64 * 2**20, 1024, torch.float32, torch.bfloat16
     for words in (32_000, 64_000, 151_936):
         most = bound // (4 * words)
-        assert loss.rows(most, words, torch.float32, "cpu") == most  # what fits is one chunk
-        assert loss.rows(most + 1, words, torch.float32, "cpu") == -(-(most + 1) // 2)  # else equal ones
-        assert 0.9 * most < loss.rows(20 * most + 1, words, torch.float32, "cpu") <= most
-        assert loss.rows(10_000, words, torch.bfloat16, "cpu") * words * 8 <= bound
-        assert capped.rows(10_000, words, torch.float32, "cpu") * words * 8 <= bound
-    assert loss.rows(10_000, 2_000_000, torch.float32, "cpu") == 32
-    assert loss.rows(10_000, 151_936, torch.float32, "cuda") > 3_000
-    assert loss.rows(0, 151_936, torch.float32, "cpu") == 1
+        assert loss.rows(most, words, size, wide, "cpu") == most  # what fits is one chunk
+        assert loss.rows(most + 1, words, size, wide, "cpu") == -(-(most + 1) // 2)  # else equal ones
+        assert 0.9 * most < loss.rows(20 * most + 1, words, size, wide, "cpu") <= most
+        assert loss.rows(10_000, words, size, narrow, "cpu") * words * 8 <= bound
+        assert capped.rows(10_000, words, size, wide, "cpu") * words * 8 <= bound
+        # In bf16 a word costs whole rows 8 bytes each; chunks as much, and 4 for each of the hidden size.
+        most = bound // (8 * words) + size * 4 // 8
+        assert loss.rows(most, words, size, narrow, "cpu") == most
+        assert loss.rows(most + 1, words, size, narrow, "cpu") * words * 8 <= bound
+    assert loss.rows(10_000, 2_000_000, size, wide, "cpu") == 32
+    assert loss.rows(10_000, 151_936, size, wide, "cuda") > 3_000
+    assert loss.rows(0, 151_936, size, wide, "cpu") == 1

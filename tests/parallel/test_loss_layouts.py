@@ -83,6 +83,7 @@ def test_wherever_the_output_layer_lives(ranks, folders, references, name, chunk
     same(ours, references("dense"))
 
 
+@pytest.mark.soak
 def test_without_gradients_of_the_head_the_others_are_the_same(ranks, folders):
     """A frozen output layer, its own weights: chunks and whole logits agree on what is trained."""
     recipe = Recipe(training=TRAINING, steps=3, model={"freeze": ["lm_head"]})
