@@ -26,7 +26,9 @@ class Leg:
 
 
 def leg_of_a_run(folder: Path, recipe: Recipe, out: Path, first: int, last: int) -> Leg:
-    """Steps ``first`` to ``last``, from the checkpoint of the step before; saves at the end."""
+    """Steps ``first`` to ``last`` at ``training.lr`` (0.01), from the checkpoint of the step before; saves at
+    the end.
+    """
     from support.live_memory import bytes_kept
 
     from shardyard.checkpoint import CheckpointStore
@@ -38,7 +40,8 @@ def leg_of_a_run(folder: Path, recipe: Recipe, out: Path, first: int, last: int)
         store.load(path, model=built.model, optimizer=step.optimizer)
     count = recipe.accumulation * recipe.parallel.get("pp_size", 1)
     batches = micro_batches_of(make_rows(), count, meshes.dp_rank, meshes.dp_size)
-    losses = [step(batches, step=number, lr=1e-2).loss for number in range(first, last + 1)]
+    lr = recipe.training.get("lr", 1e-2)
+    losses = [step(batches, step=number, lr=lr).loss for number in range(first, last + 1)]
     store.save(last, model=built.model, optimizer=step.optimizer, run_state={})
     states = [t for state in step.optimizer.state.values() for t in state.values() if t.ndim]
     weights = whole_model(dict(built.model.named_parameters()))

@@ -17,7 +17,7 @@ the upper decade of 64 (4) values between 0.1 and 1; those of the 4-bit second m
 
 
 def training(dtype: str) -> dict[str, object]:
-    return {"adam_epsilon": 1e-4, "max_grad_norm": 0.5, "optimizer_state_dtype": dtype}
+    return {"adam_epsilon": 1e-4, "max_grad_norm": 0.5, "lr": 1e-3, "optimizer_state_dtype": dtype}
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +146,10 @@ def test_a_run_resumes_to_the_bit_and_on_another_layout_with_an_error_of_one_mor
     share, alone, low, in_fp32 = ranks.run(1, elsewhere, folder, dtype, tmp_path, timeout_s=TIMEOUT_S)[0]
     half = GAP[dtype] / 2
     assert share <= half / (1 - half) + 1e-5, "of the largest element, maybe rounded down itself"
-    tolerance = {"int8": 5e-3, "int4": 3e-2}[dtype]
-    assert alone.losses == pytest.approx(unbroken.losses[2:], rel=tolerance)
-    assert in_fp32.losses[-1] < in_fp32.losses[0] - 1, "it learns"
-    assert low.losses == pytest.approx(in_fp32.losses, rel=tolerance)
+    tolerance = {"int8": 1e-3, "int4": 0.3}[dtype]  # of a loss that falls from 5.4 to 0.2
+    assert alone.losses == pytest.approx(unbroken.losses[2:], abs=tolerance)
+    assert in_fp32.losses[-1] < in_fp32.losses[0] - 4, "it learns"
+    assert low.losses == pytest.approx(in_fp32.losses, abs=tolerance)
     assert low.state_bytes < in_fp32.state_bytes / {"int8": 2, "int4": 2.5}[dtype], "some parts stay in fp32"
 
 
