@@ -55,6 +55,17 @@ def test_without_a_case_it_is_the_quick_start_or_the_users_file(cases: Any, tmp_
     assert mine[-1] == "training.max_steps=6"  # the benchmark's own number of steps wins
 
 
+def test_every_lever_is_made_of_settings_that_exist() -> None:
+    """One that nobody offers any more would stay in the table as a row that is not here, for ever."""
+    from shardyard.config.schema import FIELDS
+
+    levers = importlib.import_module("ablation").LEVERS
+    assert len({lever.name for lever in levers}) == len(levers)
+    keys = {word.split("=")[0] for lever in levers for word in f"{lever.pulled} {lever.left}".split()}
+    assert sorted(keys - set(FIELDS)) == []
+    assert all(lever.pulled != lever.left for lever in levers)
+
+
 def test_a_row_for_a_peer_has_the_same_targets_one_place_later() -> None:
     rows = importlib.import_module("peer_rows")
     conversation = Sample(np.array([5, 6, 7, 8]), np.array([-100, 7, 8, -100]), (4,))
