@@ -177,7 +177,8 @@ def _pipeline(
 
 def _operators(model: Any) -> tuple[Row, ...]:
     """What runs in this rank's part of the model, its loss last where this rank has it."""
-    rows = (model.stages[0] if isinstance(model, PipelineModel) else model).operators
+    first: Any = model.stages[0] if isinstance(model, PipelineModel) else model
+    rows: tuple[Row, ...] = first.operators
     for head in heads_of(model):
         runs = Row("loss", "lean", "logits of trained tokens only, in pieces, with their gradient")
         rows = (*rows, Row("loss", EAGER, head.unsuited) if head.unsuited else runs)

@@ -78,7 +78,7 @@ def _example(site: Site, situation: Situation) -> Example:
     where = situation.dtype, situation.device
     names = [name for name, _ in site.kind.shapes]
     smaller = _smaller(site)
-    shapes = [tuple(smaller.get(size, size) for size in shape[1:]) for _, shape in site.kind.shapes]
+    shapes = [_cut(shape[1:], smaller) for _, shape in site.kind.shapes]
     parameters = [0.1 * random((_EXPERTS, *shape), 51 + n, *where) for n, shape in enumerate(shapes)]
     hidden = random((situation.tokens, smaller[_hidden_size(site.module)]), 61, *where)
     weights = random((situation.tokens, _CHOSEN), 62, *where).softmax(-1)
@@ -97,7 +97,11 @@ def _hidden_size(module: Any) -> int:
     return module.config.get_text_config().hidden_size
 
 
-def _smaller(site: Site) -> dict[Any, int]:
+def _cut(shape: tuple[int, ...], smaller: dict[int, int]) -> tuple[int, ...]:
+    return tuple(smaller.get(size, size) for size in shape)
+
+
+def _smaller(site: Site) -> dict[int, int]:
     """The sizes of hidden states and of what is inside an expert -> those of a check."""
     hidden = _hidden_size(site.module)
     down = dict(site.kind.shapes)["down_proj"]
