@@ -222,7 +222,7 @@ def _check_memory(checked: Checked) -> None:
             "fp16 needs parallel.param_dtype: fp16, whose scale on the loss keeps gradients inside fp16's "
             "range; use bf16 or fp32",
         )
-    if training.fp16_min_scale > training.fp16_initial_scale:
+    if parallel.param_dtype == "fp16" and training.fp16_min_scale > training.fp16_initial_scale:
         checked.fault(
             ("training.fp16_min_scale", "training.fp16_initial_scale"),
             "training.fp16_min_scale is above training.fp16_initial_scale; lower it",
