@@ -35,7 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {}),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4)),
     "bloom": ("BloomConfig", dict(vocab_size=WORDS, hidden_size=32, n_layer=2, n_head=4)),
-    "opt": ("OPTConfig", dict(ffn_dim=56, word_embed_proj_dim=16, dropout=0.0)),
+    "opt": ("OPTConfig", dict(ffn_dim=56, word_embed_proj_dim=16, dropout=0.0, enable_bias=False)),
     "codegen": (
         "CodeGenConfig",
         _NO_DROPOUT | dict(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
