@@ -13,6 +13,7 @@ import torch
 
 from shardyard.checkpoint import CheckpointStore, background_group, check_exportable, read_weights
 from shardyard.checkpoint.in_use import held, refuse_if_in_use
+from shardyard.checkpoint.state import prepare_optimizer
 from shardyard.config import Config, Loaded
 from shardyard.config.layout import Layout, layout_of
 from shardyard.data.batches import BatchLoader
@@ -251,6 +252,8 @@ def _begin(parts: _Parts, resume_from: str) -> _Start:
 def _assemble(parts: _Parts, start: _Start) -> Trainer:
     training, built, sampler = parts.loaded.config.training, parts.built, parts.data.sampler
     meshes, state, schedule = parts.meshes, start.state, start.schedule
+    # What stays is allocated before what comes and goes, or the gaps between cost memory of their own.
+    prepare_optimizer(parts.optimizer)
     step = TrainStep(
         built.model, parts.optimizer, parts.group, parts.device, meshes=meshes,
         max_grad_norm=training.max_grad_norm, on_nonfinite=training.on_nonfinite,
