@@ -9,6 +9,7 @@ import pytest
 from support.optimizer_states import TIMEOUT_S, Leg, leg_of_a_run, unbroken_and_resumed
 from support.parity import write_parity_model
 from support.training import Recipe
+from support.whole_runs import metrics, train, write_numbered, write_workspace
 
 TRAINING = {"adam_epsilon": 1e-4, "max_grad_norm": 0.5, "optimizer_state_dtype": "bf16"}
 
@@ -42,7 +43,7 @@ def assert_same_but_for_a_few_roundings(ours: Leg, reference: Leg) -> None:
 
 
 LAYOUTS = [
-    pytest.param("dense", 2, {"tp_size": 2}, id="TP 2"),
+    pytest.param("dense", 2, {"tp_size": 2}, id="TP 2", marks=pytest.mark.soak),
     pytest.param("dense", 2, {"pp_size": 2}, id="PP 2 of a tied model"),
     pytest.param("dense", 4, {"fsdp_size": 2, "ignored_modules": ["model.norm"]}, id="HSDP 2x2",
                  marks=pytest.mark.soak),
@@ -81,3 +82,16 @@ def test_a_resumed_run_is_bit_for_bit_the_unbroken_one_and_learns_as_with_fp32(r
     assert in_fp32.losses[-1] < in_fp32.losses[0] - 1, "it learns"
     assert in_bf16.losses == pytest.approx(in_fp32.losses, rel=2e-3)
     assert 2 * in_bf16.state_bytes == in_fp32.state_bytes
+
+
+def test_a_whole_run_that_steps_in_the_backward_has_the_numbers_of_an_ordinary_one(ranks, tmp_path):
+    folder = write_workspace(tmp_path)
+    write_numbered(folder / "rows.jsonl", range(6))
+    words = ("--training.max_steps", "3", "--training.save_steps", "0", "--training.max_grad_norm", "0.1",
+             "--training.optimizer_state_dtype", "bf16")  # fmt: skip
+    found = []
+    for out, more in (("ordinary", ()), ("ours", ("--training.optimizer_in_backward", "two_pass"))):
+        train(ranks, folder, out, *words, *more, world=2)
+        found.append([(row["loss"], row["grad_norm"]) for row in metrics(folder, out) if "loss" in row])
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert min(norm for _, norm in found[0]) > 0.1, "it clips"
