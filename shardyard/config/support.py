@@ -275,18 +275,18 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ),
     ("compile", "tp"): Verdict(
         "refused",
-        "a split layer exchanges its parameters for this rank's part in Python, which the compiler cannot follow",
+        "a split layer swaps its parameters for this rank's part in Python, which no compiler can follow",
     ),
     ("compile", "enable_chunk_batch"): Verdict(
         "refused",
-        "pieces are cut by the lengths of documents, each of which would be compiled; they are not shown to it",
+        "pieces are cut by the lengths of documents, which compiled code is not shown",
     ),
     ("compile", "activation_offload"): Verdict(
         "refused", "compiled code decides itself what it keeps, and this was not tried; take recompute: full"
     ),
     ("compile", "recompute_selective"): Verdict(
         "refused",
-        "what to keep is chosen operator by operator, and compiled code has joined them; take recompute: full",
+        "what to keep is chosen by operator, and compiled code has joined them; take recompute: full",
     ),
     ("compile_model", "recompute"): Verdict(
         "refused", "a layer that is computed again cannot be a part of a larger graph; take compile: block"
