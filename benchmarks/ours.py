@@ -15,6 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from shardyard.allocator import tune_for_tensors
+
+tune_for_tensors()  # as a rank of a run does, before torch is imported
+
 import torch
 from support.live_memory import LivePeak
 from torch.multiprocessing.reductions import StorageWeakRef

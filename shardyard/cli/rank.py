@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from shardyard.allocator import tune_for_tensors
 from shardyard.cli import slurm
 from shardyard.errors import EXIT_SAVED, UserError
 
@@ -76,6 +77,7 @@ def _train(argv: Sequence[str]) -> int:
         logging.getLogger("shardyard").info(said)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     logging.getLogger("shardyard").info("%d rank(s) have started and load torch and transformers", ranks)
+    tune_for_tensors()
     from shardyard.device import peers
     from shardyard.train import run
 
