@@ -19,15 +19,15 @@ from shardyard.allocator import tune_for_tensors
 
 tune_for_tensors()  # as a rank of a run does, before torch is imported
 
-import torch
-from support.live_memory import LivePeak
-from torch.multiprocessing.reductions import StorageWeakRef
-from turns import Turns
+import torch  # noqa: E402
+from support.live_memory import LivePeak  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from turns import Turns  # noqa: E402
 
-from shardyard.config import load_config
-from shardyard.errors import UserError
-from shardyard.monitor import StepRecord
-from shardyard.train import run
+from shardyard.config import load_config  # noqa: E402
+from shardyard.errors import UserError  # noqa: E402
+from shardyard.monitor import StepRecord  # noqa: E402
+from shardyard.train import run  # noqa: E402
 
 
 class LiveFromHere(LivePeak):
