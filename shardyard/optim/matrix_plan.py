@@ -165,8 +165,11 @@ class Plan:
                 back[rank].append(piece)
                 if self._gives(number, rank, owner):
                     gets[rank].append(piece)
-        sides: list[Any] = [tuple(map(tuple, side)) for side in (gives, gets, back, home)]
-        return Round(tuple(taken[self.rank]), *sides, *self._traffic(taken))
+        travels, parts = self._traffic(taken)
+        return Round(
+            tuple(taken[self.rank]), _frozen(gives), _frozen(gets), _frozen(back), _frozen(home),
+            travels=travels, parts=parts,
+        )  # fmt: skip
 
     def _traffic(self, taken: list[list[int]]) -> tuple[bool, int]:
         """Whether anything travels, and in how many parts results do, so that the copies for all replicas
@@ -221,6 +224,10 @@ def _holders_of_all(boxes: Sequence[Sequence[Box]], tasks: Sequence[Task]) -> li
         ranks = tuple(sorted(rank for holders in same.values() for rank in holders))
         known[layouts[parameter], matrix] = _Holders(ranks, same)
     return [known[layouts[parameter], matrix] for parameter, matrix in tasks]
+
+
+def _frozen(pieces: list[list[Piece]]) -> tuple[tuple[Piece, ...], ...]:
+    return tuple(map(tuple, pieces))
 
 
 def _work(matrix: Matrix) -> int:

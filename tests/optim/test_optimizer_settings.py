@@ -25,6 +25,20 @@ def test_groups_are_read_from_yaml_with_a_pattern_or_a_list_of_them(tmp_path):
     assert two == GroupRule(("*norm*", "model.layers.{0-3}.*"), 0.5, 0.0)
 
 
+def test_groups_go_through_the_resolved_config_and_the_record_of_a_checkpoint(tmp_path):
+    from shardyard.config.resolved import dump_yaml
+    from shardyard.train.differences import RunFacts
+
+    text = "training:\n  parameter_groups:\n    - {patterns: ['*norm*'], lr_scale: 0.5, weight_decay: 0}\n"
+    loaded = load(tmp_path, text)
+    dumped = dump_yaml(loaded.config, loaded.origins)
+    (line,) = (line for line in dumped.splitlines() if "parameter_groups:" in line)
+    again = load(tmp_path, f"training:\n{line}\n").config.training.parameter_groups
+    assert again == loaded.config.training.parameter_groups
+    facts = RunFacts.of(loaded.config)
+    assert facts.config["training.parameter_groups"] == list(loaded.config.training.parameter_groups or ())
+
+
 def test_an_entry_that_is_none_is_refused_where_it_stands(tmp_path):
     text = "training:\n  parameter_groups:\n    - {patterns: '*', lr: 1e-5, lr_scale: 2}\n"
     assert fault_of(tmp_path, text) == (
