@@ -23,7 +23,7 @@ def dense(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("in_backward") / "moe", "deepseek_v3")
+    return write_tiny_model(tmp_path_factory.mktemp("in_backward") / "moe", "deepseek_v3", vocab_size=200)
 
 
 def both_ways(folder, parallel, training, mode):
