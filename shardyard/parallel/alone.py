@@ -61,15 +61,14 @@ def _is_plain(group: Any) -> bool:
 
 
 def _lend(parameter: Any) -> None:
-    """Make the shard's memory the output of the gather, which then has nothing to copy."""
+    """Make the shard's memory the output of the gather, which then has nothing to copy.
+
+    A shard that is part of a larger tensor's memory is gathered as ever: FSDP would resize that memory.
+    """
     shard = parameter._sharded_param_data
     lent = parameter.all_gather_outputs
-    if lent and lent[0] is shard:
+    if (lent and lent[0] is shard) or shard.untyped_storage().nbytes() != shard.nbytes:
         return
-    if shard.untyped_storage().nbytes() != shard.nbytes:
-        raise RuntimeError(
-            f"{parameter._param_fqn} lies in memory that it shares; it cannot be used in place"
-        )
     parameter.all_gather_outputs = [shard]
     parameter.free_unsharded_param = _keep
     if hasattr(parameter, "_unsharded_param"):  # it lay elsewhere, before the shard moved
