@@ -47,6 +47,7 @@ def batch() -> list[tuple[list[int], list[int]]]:
 
 def watched(folder: Path, recipe: Recipe) -> dict[int | None, list[tuple[int, int]]]:
     """Chunk size -> (rows of logits, largest tensor) of two training steps, and of a validation."""
+    import torch.distributed as dist
     from support.training import micro_batches_of
 
     from shardyard.models import LossOptions
@@ -70,6 +71,7 @@ def watched(folder: Path, recipe: Recipe) -> dict[int | None, list[tuple[int, in
                 built.model(**forward_parts(one, 1, device=step.device, packed=True)[0])
         built.model.train()
         seen_with.append((seen.rows, seen.numel))
+    dist.barrier()  # a stage that is done may have sent what another has yet to receive
     return found
 
 
