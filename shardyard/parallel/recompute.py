@@ -54,5 +54,5 @@ def mode_of(name: str, parallel: ParallelConfig) -> str:
 
 
 def _contexts(parallel: ParallelConfig) -> Contexts:
-    operators = kept_operators(frozenset(parallel.recompute_operators))
+    operators = kept_operators(frozenset(parallel.recompute_operators or ()))
     return functools.partial(keep_and_reuse, operators)

@@ -128,10 +128,11 @@ class ParallelConfig(Section):
         "重计算的模块匹配模式。{pattern: ..., mode: full、selective 或 none} 形式的条目有自己的模式；"
         "多个匹配时以最后一个为准。",
     )
-    recompute_operators: tuple[Recomputed, ...] = setting(
-        (),
-        "What selective recomputation computes again besides the cheap operators, which it always does.",
-        "selective 模式下除廉价算子（总是重算）之外还要重算的算子。",
+    recompute_operators: tuple[Recomputed, ...] | None = setting(
+        None,
+        "What selective recomputation computes again besides the cheap operators, which it always does; null "
+        "is nothing.",
+        "selective 模式下除廉价算子（总是重算）之外还要重算的算子；null 表示无。",
     )
     param_dtype: DType | None = setting(
         None,
