@@ -167,7 +167,7 @@ def report(measured: Measured, peak: tuple[float, str], options: argparse.Namesp
         ["median step", f"{median(measured.seconds[timed]):.3f} s"],
         ["achieved", f"{median(rates) / 1e9:.1f} GFLOP/s"],
         ["matrix products' peak", f"{peak[0] / 1e9:.1f} GFLOP/s ({peak[1]})"],
-        ["achieved / peak", f"{median(rates) / peak[0]:.2f}"],
+        ["achieved / peak", f"{median(rates) / peak[0]:.4f}"],
     ]
     print_table(["", ""], rows)
     total = sum(measured.table.values())

@@ -49,7 +49,7 @@ def settings(training: dict[str, Any], folder: str) -> dict[str, Any]:
         seed=training["seed"],
         optim="adamw_torch_fused",
         train_sampling_strategy="sequential",
-        gradient_checkpointing=False,
+        activation_checkpointing=False,  # formerly gradient_checkpointing, which TRL switches on
         bf16=False,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=False,
