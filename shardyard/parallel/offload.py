@@ -162,9 +162,8 @@ class _Keeping:
             self._found[key] = Entry(self._record, flat), tensor
         entry = self._found[key][0]
         entry.uses += 1
-        return View(
-            entry, tensor.dtype, tensor.device, tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+        offset = int(tensor.storage_offset())
+        return View(entry, tensor.dtype, tensor.device, offset, tensor.size(), tensor.stride())
 
     def _travels(self, tensor: torch.Tensor) -> bool:
         place = _place(tensor)

@@ -9,6 +9,7 @@ import torch
 from support.configs import load
 from support.models import write_tiny_model
 from support.training import Recipe, make_rows, train_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardyard.config import ParallelConfig
@@ -164,7 +165,7 @@ def selectively(function, x):
 def test_kept_products_do_not_run_again():
     weight, calls = torch.randn(4, 4, requires_grad=True), []
 
-    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             calls.append(func)
             return func(*args, **(kwargs or {}))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -78,4 +79,4 @@ class Waits(TorchDispatchMode):
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
     for value in tree_iter(values):
         if isinstance(value, torch.Tensor):
-            yield value.to_local() if hasattr(value, "to_local") else value
+            yield value.to_local() if isinstance(value, DTensor) else value

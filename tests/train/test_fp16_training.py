@@ -62,6 +62,7 @@ def grad_scaler_steps(folder, rows):
             scaler.scale(loss / labelled).backward()
             total += float(loss)
             for master, copy in pairs:
+                assert master.grad is not None and copy.grad is not None
                 master.grad += copy.grad.float()
                 copy.grad = None
         scale = scaler.get_scale()
