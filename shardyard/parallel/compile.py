@@ -122,7 +122,8 @@ def apply_compile(model: Any, compilation: Compilation) -> None:
 
 def _compiled_for_training(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
     # All sizes are symbols from the first forward on: the number of tokens is another in each micro-batch.
-    compiled = torch.compile(forward, backend=backend, dynamic=True, recompile_limit=_MOST_GRAPHS)
+    limit: dict[str, Any] = {"recompile_limit": _MOST_GRAPHS}  # torch's overloads leave it out
+    compiled = torch.compile(forward, backend=backend, dynamic=True, **limit)
 
     @functools.wraps(forward)
     def choose(*args: Any, **kwargs: Any) -> Any:
