@@ -123,7 +123,8 @@ FEATURES: dict[str, Feature] = {
         lambda c, _: c.parallel.reshards_to is not None,
     ),
     "chunk_loss": Feature(
-        "chunk_loss_size", "optimization.chunk_loss_size",
+        "chunk_loss_size",
+        "optimization.chunk_loss_size",
         lambda c, _: c.optimization.chunk_loss_size is not None,
     ),
     "z_loss": Feature("z-loss", "training.z_loss_coef", lambda c, _: c.training.z_loss_coef > 0),
@@ -225,7 +226,7 @@ _NO_EXPERTS = Verdict("refused", "the model has no experts")
 
 _SMALLER = Verdict(
     "refused",
-    "the smaller groups are cut from the ranks of the whole run, and here units are shared by a part of them; "
+    "the smaller groups are cut from the ranks of the whole run, and here units are shared by some of them; "
     "use true or false",
 )
 

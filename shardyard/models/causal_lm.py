@@ -45,7 +45,7 @@ class Placement:
     device: Device
     compilation: Compilation = EAGER
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
-    loss: LossOptions = LossOptions()
+    loss: LossOptions = field(default_factory=LossOptions)
 
     @cached_property
     def sequence(self) -> SequenceLayout:

@@ -120,5 +120,5 @@ def test_entries_that_are_none_are_refused(entry, fault):
 
 def test_a_rate_of_its_own_needs_one_to_scale():
     training = TrainingConfig(output_dir="x", lr=0.0, parameter_groups=({"patterns": ["a"], "lr": 1.0},))
-    with pytest.raises(ValueError, match="goes by training.lr, and that is 0|training.lr is 0"):
+    with pytest.raises(ValueError, match=r"goes by training.lr, and that is 0|training.lr is 0"):
         group_rules(training)

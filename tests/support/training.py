@@ -76,14 +76,13 @@ def build_step(folder: Path, recipe: Recipe) -> tuple[Any, Any, Any]:
     optimization = OptimizationConfig(fix_router=recipe.fix_router, **recipe.optimization)
     device = Device("cpu")
     meshes = build_meshes(resolve_layout(parallel, dist.get_world_size()), "cpu")
+    loss = LossOptions.of(training, optimization)
+    placement = Placement(parallel, meshes, device, Compilation(*recipe.compile), optimization, loss)
     built = build_model(
         options,
         load_model_config(options, folder),
         folder,
-        Placement(
-            parallel, meshes, device, Compilation(*recipe.compile), optimization,
-            LossOptions.of(training, optimization),
-        ),  # fmt: skip
+        placement,
         seed=training.seed,
     )
     options = RoutingOptions.of(training, optimization)
