@@ -192,7 +192,7 @@ def test_memory_grows_with_the_vocabulary_by_the_gradient_and_one_chunk_of_logit
 
 def test_by_default_a_chunk_has_as_many_rows_as_fit_the_bound():
     loss, capped = HeadLoss(), HeadLoss(Tail(cap=30.0))
-    bound, size, wide, narrow = 64 * 2**20, 1024, torch.float32, torch.bfloat16
+    bound, size, wide, narrow = 128 * 2**20, 1024, torch.float32, torch.bfloat16
     for words in (32_000, 64_000, 151_936):
         most = bound // (4 * words)
         assert loss.rows(most, words, size, wide, "cpu") == most  # what fits is one chunk
