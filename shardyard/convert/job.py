@@ -214,11 +214,9 @@ def _side_dir(source: Path, form: Form) -> Path:
 
 def _check_target(job: Conversion) -> None:
     """Nothing that is there is overwritten; unfinished work of a conversion is its own affair."""
-    target, source = job.target, job.source.resolve()
-    if target.resolve() == source:
+    target = job.target
+    if target.resolve() == job.source.resolve():
         raise UserError(f"{target} is both source and target; name another folder to write to")
-    if source in target.resolve().parents:
-        raise UserError(f"{target} lies inside the source {job.source}; name a folder outside it")
     if target.exists() and not target.is_dir():
         raise UserError(f"{target} is a file; name a new folder")
     if not target.is_dir() or (target / JOURNAL).exists():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,7 +40,17 @@ def apply_recompute(model: nn.Module, parallel: ParallelConfig) -> None:
             options["context_fn"] = _contexts(parallel)
         # On the instance, under the module's call: FSDP's hooks stay outside, and no parameter changes its
         # name.
-        module.forward = functools.partial(checkpoint, module.forward, **options)
+        module.forward = functools.partial(_recomputed, module.forward, options)
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Inputs go in as they come again in the backward: tensors alone, without what others noted on them."""
+    bare = [_bare(value) for value in args]
+    return checkpoint(forward, *bare, **{name: _bare(value) for name, value in kwargs.items()}, **options)
+
+
+def _bare(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, torch.Tensor) and vars(value) else value
 
 
 def mode_of(name: str, parallel: ParallelConfig) -> str:

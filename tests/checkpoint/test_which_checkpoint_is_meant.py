@@ -60,10 +60,14 @@ def test_what_was_frozen_then_is_said_where_only_moments_differ() -> None:
     weights = {"model.a": fact, "model.b": fact}
     moments = {"optimizer.a.exp_avg": fact, "optimizer.b.exp_avg": fact}
     fewer = {"optimizer.a.exp_avg": fact}
-    with pytest.raises(UserError, match=r"1 missing \(such as optimizer.b.exp_avg\); what model.freeze"):
+    with pytest.raises(
+        UserError,
+        match=r"1 missing \(such as optimizer.b.exp_avg\); training.optimizer and what model.freeze",
+    ):
         _compare(Path("run"), weights | moments, weights | fewer)
     with pytest.raises(
-        UserError, match=r"1 unknown to it \(such as optimizer.b.exp_avg\); what model.freeze"
+        UserError,
+        match=r"1 unknown to it \(such as optimizer.b.exp_avg\); training.optimizer and what model.freeze",
     ):
         _compare(Path("run"), weights | fewer, weights | moments)
     with pytest.raises(UserError) as caught:

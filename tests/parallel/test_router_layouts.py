@@ -23,7 +23,7 @@ VOCAB_SIZE = 200  # divides by tp
 STEPS = 3
 TRAINING = {
     "router_aux_loss_coef": 0.05, "router_bias_update_rate": 0.03125,
-    "adam_epsilon": 1e-4, "max_grad_norm": 1e9,
+    "adam_epsilon": 3e-4, "max_grad_norm": 1e9,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parallel.tensor_models import WORDS, build, loss_sum, tensor_config, uneven_rows, write_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def collectives(folder: Path, **options: Any) -> tuple[Counter[str], Counter[str]]:
@@ -57,12 +58,22 @@ def sizes(folder: Path, **options: Any) -> tuple[int, int, int, list[tuple[int, 
     model, _ = build(folder, **options)
     logits: list[int] = []
     entering: list[tuple[int, ...]] = []
-    model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out.numel()))
+    words = model.lm_head.weight.to_local().shape[0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.ndim == 2 and result.shape[1] == words:
+                logits.append(result.numel())
+            return result
+
     for layer in model.model.layers:
         layer.input_layernorm.register_forward_hook(
             lambda m, args, out: entering.append(tuple(args[0].shape))
         )
-    loss_sum(model, uneven_rows()).backward()
+    with Watch():
+        loss = loss_sum(model, uneven_rows())
+    loss.backward()
     vocabulary = sum(
         parameter.to_local().numel()
         for name, parameter in model.named_parameters()
