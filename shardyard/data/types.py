@@ -88,10 +88,8 @@ class MicroBatch:
 
     ``input_ids``, ``labels``, ``position_ids`` are int64 [T]; ``position_ids`` restart at 0 in each document;
     ``doc_lens`` (D lengths, sum T) says where attention stops. ``sample_ids`` are the dataset indices of its
-    rows. A rank
-    whose share of a global batch is empty gets a *filler*: one token without a label and no sample id, so
-    that the
-    collectives of all ranks match.
+    rows. A rank whose share of a global batch is empty gets a *filler*: one token without a label and no
+    sample id, so that the collectives of all ranks match.
     """
 
     input_ids: torch.Tensor

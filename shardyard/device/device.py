@@ -1,8 +1,7 @@
 """Which device this process computes on, and what that device can tell about itself.
 
 Every other room takes a `Device` and never names one. The CPU is a first-class device, but it is not chosen
-in
-silence on a machine that has an accelerator.
+in silence on a machine that has an accelerator.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class ProcessGroup:
     """The ranks of this run.
 
     `gather` carries a few numbers of each rank to all ranks in one collective; `publish` and `wait` hand a
-    text over
-    through the store, without a collective, for work that may take longer than a collective's time limit.
+    text over through the store, without a collective, for work that may take longer than a collective's time
+    limit.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, watch: PeerWatch | None = None) -> None:

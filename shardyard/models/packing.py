@@ -1,10 +1,8 @@
 """May the documents of a micro-batch share one forward of this architecture?
 
-Some architectures leak from one document to the next whatever the attention does (linear attention, alibi
-...).
-So two conditions must hold: the family is on the list that was measured, and a self-test at start finds two
-packed
-documents equal to each alone.
+Some architectures leak from one document to the next whatever the attention does (linear attention, alibi,
+...). So two conditions must hold: the family is on the list that was measured, and a self-test at start finds
+two packed documents equal to each alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Initial weights that do not depend on the layout.
 
 Each module draws its parameters whole, from a generator seeded by (seed, module name), and every rank keeps
-its slice.
-So any number of ranks starts from the same weights, and no rank holds more than one block of the model at a
-time.
-(transformers' own initialisation of sharded tensors gives every rank the same shard.)
+its slice. So any number of ranks starts from the same weights, and no rank holds more than one block of the
+model at a time. (transformers' own initialisation of sharded tensors gives every rank the same shard.)
 """
 
 from __future__ import annotations

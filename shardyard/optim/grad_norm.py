@@ -1,8 +1,7 @@
 """The gradient norm and clipping, right for any sharding.
 
 torch's own refuses parameters of different meshes. Here each rank adds up the squares of what it alone
-answers for;
-the sum over all ranks is the square of the norm, whatever the mesh of each parameter.
+answers for; the sum over all ranks is the square of the norm, whatever the mesh of each parameter.
 """
 
 from __future__ import annotations

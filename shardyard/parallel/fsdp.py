@@ -247,8 +247,7 @@ def _groups(owners: Owners, blocks: Blocks, managed: Collection[nn.Parameter] = 
     """One list of modules per FSDP group, children before parents as fully_shard asks.
 
     A parameter belongs to the innermost block that holds it, and modules that share a tied one share its
-    group, so that
-    both see it gathered. A block that is left without a parameter needs no group.
+    group, so that both see it gathered. A block that is left without a parameter needs no group.
     """
     groups: list[list[nn.Module]] = []
     done = set(managed)

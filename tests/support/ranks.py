@@ -2,8 +2,7 @@
 
 One helper process (multiprocessing's forkserver) imports torch and transformers once per session, with one
 thread. Each call forks its ranks from it, which costs milliseconds, so no test sees the caches, groups or
-random
-state of another, and a hung rank is just killed.
+random state of another, and a hung rank is just killed.
 """
 
 from __future__ import annotations
