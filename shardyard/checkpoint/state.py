@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from shardyard.checkpoint.blocked import tensors_of
 from shardyard.optim import first_state
 from shardyard.optim.low_bit import LowBitAdamW
-from shardyard.parallel.pipeline import PipelineModel
+from shardyard.parallel.pipeline import PipelineModel, parts_of
 
 
 def any_stage(model: Any) -> Any:
     """The model itself; of the stages that a pipeline rank holds, the first: it has the config of all."""
-    return model.stages[0] if isinstance(model, PipelineModel) else model
+    return parts_of(model)[0]
 
 
 def names_of_whole(model: Any) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from shardyard.checkpoint.loading import verify_together
 from shardyard.checkpoint.manifest import MANIFEST
 from shardyard.checkpoint.safe_reader import SafeReader, load_metadata
 from shardyard.checkpoint.state import any_stage, persistent_tensors
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 from shardyard.parallel import local
 from shardyard.parallel.pipeline import PipelineModel
 
@@ -226,8 +226,7 @@ class _Reading(DefaultLoadPlanner):
         except (OSError, UserError):
             raise
         except Exception as error:  # torch.load: of a type for each kind of damage
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{self._folder} is damaged: {line}") from error
+            raise UserError(f"{self._folder} is damaged: {first_line(error)}") from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.lookup_tensor(read_item.dest_index).detach()[

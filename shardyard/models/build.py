@@ -34,6 +34,7 @@ from shardyard.parallel.pipeline import (
     check_hands_on,
     costs_of,
     describe_whole,
+    parts_of,
     plan_stages,
 )
 
@@ -177,8 +178,7 @@ def _pipeline(
 
 def _operators(model: Any) -> tuple[Row, ...]:
     """What runs in this rank's part of the model, its loss last where this rank has it."""
-    first: Any = model.stages[0] if isinstance(model, PipelineModel) else model
-    rows: tuple[Row, ...] = first.operators
+    rows: tuple[Row, ...] = parts_of(model)[0].operators
     for head in heads_of(model):
         runs = Row("loss", "lean", "logits of trained tokens only, in pieces, with their gradient")
         rows = (*rows, Row("loss", EAGER, head.unsuited) if head.unsuited else runs)

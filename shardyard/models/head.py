@@ -25,7 +25,7 @@ from shardyard.errors import UserError
 from shardyard.models.probe import probing
 from shardyard.ops.linear_cross_entropy import HeadLoss, Tail, linear_cross_entropy_sum
 from shardyard.ops.vocabulary import PLAIN, LossTerms
-from shardyard.parallel.pipeline import PipelineModel
+from shardyard.parallel.pipeline import parts_of
 
 logger = logging.getLogger("shardyard.models")
 
@@ -208,5 +208,4 @@ def _checking(heads: list[LossHead]) -> Iterator[None]:
 
 def heads_of(model: Any) -> list[LossHead]:
     """Of this rank: none where only earlier stages of a pipeline are."""
-    parts: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
-    return [part.loss_head for part in parts if part.loss_head is not None]
+    return [part.loss_head for part in parts_of(model) if part.loss_head is not None]

@@ -16,7 +16,7 @@ all parameters in one collective for each dimension of the mesh. The second mome
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardyard.optim.algorithms import Setup
 from shardyard.optim.groups import Group, torch_groups
 from shardyard.optim.matrix_plan import box_of
+from shardyard.optim.stepping import Stepping
 from shardyard.parallel import local
 from shardyard.parallel.experts.select import fused_experts
-from shardyard.parallel.pipeline import PipelineModel
+from shardyard.parallel.pipeline import parts_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _blocks(name: str, parameter: torch.Tensor, head: int | None, *, transposed:
 
 
 def _head_size(model: nn.Module) -> int | None:
-    config: Any = getattr(model.stages[0] if isinstance(model, PipelineModel) else model, "config", None)
+    config: Any = getattr(parts_of(model)[0], "config", None)
     if config is None:
         return None
     text = config.get_text_config()
@@ -74,7 +75,7 @@ def _head_size(model: nn.Module) -> int | None:
     return getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
 
 
-class AdamMini(torch.optim.Optimizer):
+class AdamMini(Stepping):
     """Over DTensors, or plain tensors where a process is alone."""
 
     def __init__(
@@ -101,17 +102,11 @@ class AdamMini(torch.optim.Optimizer):
             else _zeros_by_row(parameter, inputs),
         }
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``closure`` is refused: a step here is made once the gradients are there."""
-        if closure is not None:
-            raise ValueError("a step takes no closure")
-        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _step(self) -> None:
+        trained = list(self.trained())
         means = self._mean_squares([parameter for parameter, _ in trained])
         for (parameter, group), mean in zip(trained, means, strict=True):
-            if not self.state[parameter]:
-                self.state[parameter] = self.first_state(parameter, group)
-            self._update(parameter, mean, self.state[parameter], group)
+            self._update(parameter, mean, self.state_of(parameter, group), group)
 
     def _update(
         self, parameter: torch.Tensor, mean: torch.Tensor, state: dict[str, Any], group: dict[str, Any]

@@ -8,7 +8,7 @@ of itself in an update (with beta2 0.999 always, near its mean); with stochastic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from shardyard.optim.algorithms import Setup
 from shardyard.optim.groups import Group, torch_groups
 from shardyard.optim.rounding import Places, draws, key_of, round_into
+from shardyard.optim.stepping import Stepping
 from shardyard.parallel import local
 
 _PIECE = 2**20
@@ -33,7 +34,7 @@ def build(groups: Sequence[Group], setup: Setup) -> BF16AdamW:
     )
 
 
-class BF16AdamW(torch.optim.Optimizer):
+class BF16AdamW(Stepping):
     """torch's AdamW (Loshchilov and Hutter 2019) but for the rounding of its moments.
 
     Args:
@@ -62,20 +63,14 @@ class BF16AdamW(torch.optim.Optimizer):
             "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.bfloat16),
         }
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``closure`` is refused: a step here is made once the gradients are there."""
-        if closure is not None:
-            raise ValueError("a step takes no closure")
+    def _step(self) -> None:
         for group in self.param_groups:
             for name, parameter in zip(group.get("param_names", ()), group["params"], strict=True):
                 if parameter.grad is not None:
                     self._update(name, parameter, group)
 
     def _update(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self.first_state(parameter, group))
+        state = self.state_of(parameter, group)
         state["step"] += 1
         update = int(state["step"])
         if parameter not in self._places:

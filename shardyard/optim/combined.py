@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardyard.optim.algorithms import first_state
+from shardyard.optim.stepping import Stepping
 
 
-class Combined(torch.optim.Optimizer):
+class Combined(Stepping):
     """Steps ``parts`` one after another. Their groups are its groups, and their state is its state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -24,10 +25,6 @@ class Combined(torch.optim.Optimizer):
         part = next(part for part in self.parts if any(group is own for own in part.param_groups))
         return first_state(part, parameter, group)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``closure`` is refused: a step here is made once the gradients are there."""
-        if closure is not None:
-            raise ValueError("a step takes no closure")
+    def _step(self) -> None:
         for part in self.parts:
             part.step()

@@ -10,17 +10,18 @@ Where U is rounding alone, a sign may depend on how sums were split; such an ele
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardyard.optim.algorithms import Setup
 from shardyard.optim.groups import Group, torch_groups
+from shardyard.optim.stepping import Stepping
 from shardyard.parallel import local
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(Stepping):
     """Element by element, so that shards need nothing of each other."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], betas: tuple[float, float] = (0.9, 0.99)) -> None:
@@ -31,19 +32,11 @@ class Lion(torch.optim.Optimizer):
         """The momentum."""
         return {"exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``closure`` is refused: a step here is made once the gradients are there."""
-        if closure is not None:
-            raise ValueError("a step takes no closure")
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if not self.state[parameter]:
-                    self.state[parameter] = self.first_state(parameter, group)
-                momentum = self.state[parameter]["exp_avg"]
-                self._update(local(parameter), local(parameter.grad), local(momentum), group)
+    def _step(self) -> None:
+        for parameter, group in self.trained():
+            assert parameter.grad is not None
+            momentum = self.state_of(parameter, group)["exp_avg"]
+            self._update(local(parameter), local(parameter.grad), local(momentum), group)
 
     def _update(
         self, parameter: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, group: dict[str, Any]

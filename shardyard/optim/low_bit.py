@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from shardyard.errors import UserError
 from shardyard.optim.algorithms import Setup
 from shardyard.optim.groups import Group, torch_groups
+from shardyard.optim.stepping import Stepping
 from shardyard.parallel import local
 
 _LEAST = 4096
@@ -109,7 +110,7 @@ def build(groups: Sequence[Group], setup: Setup) -> LowBitAdamW:
     )
 
 
-class LowBitAdamW(torch.optim.Optimizer):
+class LowBitAdamW(Stepping):
     """A moment is a DTensor like its parameter, whose local part is ``form``'s."""
 
     def __init__(
@@ -142,18 +143,9 @@ class LowBitAdamW(torch.optim.Optimizer):
         )  # fmt: skip
         return moment.to(parameter.device)  # from_local takes what is offloaded to the mesh's device
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``closure`` is refused: a step here is made once the gradients are there."""
-        if closure is not None:
-            raise ValueError("a step takes no closure")
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if not self.state[parameter]:
-                    self.state[parameter].update(self.first_state(parameter, group))
-                self._update(parameter, self.state[parameter], group)
+    def _step(self) -> None:
+        for parameter, group in self.trained():
+            self._update(parameter, self.state_of(parameter, group), group)
 
     def _update(self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         assert parameter.grad is not None

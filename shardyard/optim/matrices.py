@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn as nn
 
 from shardyard.parallel.experts.select import fused_experts
-from shardyard.parallel.pipeline import PipelineModel
+from shardyard.parallel.pipeline import parts_of
 
 _NOT_HIDDEN = ("embed", "lm_head")
 
@@ -61,7 +61,7 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, tuple[Matrix, ...]]:
 
 def _of_embeddings_and_heads(model: nn.Module) -> set[nn.Parameter]:
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    for part in model.stages if isinstance(model, PipelineModel) else (model,):
+    for part in parts_of(model):
         head: Any = getattr(part, "get_output_embeddings", lambda: None)()
         modules += [head] if isinstance(head, nn.Module) else []
     return {parameter for module in modules for parameter in module.parameters()}

@@ -17,7 +17,7 @@ momentum stays in shards, as the parameters are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from shardyard.optim.matrices import Matrix, hidden_matrices
 from shardyard.optim.matrix_plan import Piece, Plan, Round
 from shardyard.optim.newton_schulz import orthogonalise
 from shardyard.optim.spread import Spread
+from shardyard.optim.stepping import Stepping
 from shardyard.parallel import local
 
 Scaling = Literal["match_rms_adamw", "original"]
@@ -41,7 +42,7 @@ _BUDGET = 1 << 25
 """Elements of the matrices that a rank works on at a time: 128 MiB in fp32."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Stepping):
     """Over parameters that hold ``matrices``: DTensors, and plain tensors where a process is alone.
 
     ``group``: the ranks that hold these parameters together; each of them builds it and steps it.
@@ -73,15 +74,10 @@ class Muon(torch.optim.Optimizer):
         """The momentum, in shards."""
         return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``closure`` is refused: a step here is made once the gradients are there."""
-        if closure is not None:
-            raise ValueError("a step takes no closure")
+    def _step(self) -> None:
         for parameter, options in self._of:
             if parameter.grad is not None:
-                state = self.state[parameter] or self.first_state(parameter, options)
-                self.state[parameter] = state
+                state = self.state_of(parameter, options)
                 local(state["momentum_buffer"]).lerp_(local(parameter.grad), 1 - self._momentum)
                 local(parameter).mul_(1 - options["lr"] * options["weight_decay"])
         if self._of:

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from support.configs import load
 from support.models import write_tiny_model
-from support.training import Recipe, make_rows, train_rows
+from support.training import Recipe, bits_of, make_rows, train_rows
 
 from shardyard.parallel import offload
 
@@ -34,11 +34,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 QUICK = {"plain", "PP 2"}
 
 
-def numbers(outcome):
-    tensors = {**outcome.first_grads, **{f"{n} after": w for n, w in outcome.weights.items()}}
-    return outcome.losses, outcome.norms, {name: tensor.tobytes() for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in CASES]
 )
@@ -51,7 +46,7 @@ def test_no_bit_changes(ranks, model_zoo, name):
         )[0]
         for options in ({}, OFFLOAD)
     )  # fmt: skip
-    assert numbers(ours) == numbers(plain)
+    assert bits_of(ours) == bits_of(plain)
 
 
 HIDDEN, FP32, TOKENS = 32, 4, 256

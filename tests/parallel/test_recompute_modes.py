@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.configs import load
 from support.models import write_tiny_model
-from support.training import Recipe, make_rows, train_rows
+from support.training import Recipe, bits_of, make_rows, train_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -56,11 +56,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]
 QUICK = {"selective, attention again", "a mode per pattern", "one inside the other", "TP 2 with EP 2"}
 
 
-def numbers(outcome):
-    tensors = {**outcome.first_grads, **{f"{n} after": w for n, w in outcome.weights.items()}}
-    return outcome.losses, outcome.norms, {name: tensor.tobytes() for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in CASES]
 )
@@ -74,7 +69,7 @@ def test_no_bit_changes(ranks, model_zoo, name):
         )[0]
         for options in ({}, recompute)
     )  # fmt: skip
-    assert numbers(ours) == numbers(plain)
+    assert bits_of(ours) == bits_of(plain)
 
 
 LAYERS, HIDDEN, MLP, QUERY, KV, HEADS, FP32 = 4, 32, 56, 64, 32, 8, 4

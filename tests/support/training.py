@@ -35,6 +35,12 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
+def bits_of(outcome: Outcome) -> tuple[list[float], list[float], dict[str, bytes]]:
+    """Its numbers, to be compared to the last bit."""
+    tensors = {**outcome.first_grads, **{f"{n} after": w for n, w in outcome.weights.items()}}
+    return outcome.losses, outcome.norms, {name: tensor.tobytes() for name, tensor in tensors.items()}
+
+
 def make_rows(count: int = 16, seed: int = 0, empty: int = 5) -> list[tuple[list[int], list[int]]]:
     """(input_ids, labels) of unequal length with very uneven labels; row ``empty`` has no labelled token at
     all.

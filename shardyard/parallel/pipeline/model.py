@@ -178,6 +178,11 @@ def stage_of(module: Any) -> Stage:
     return module._pp_stage
 
 
+def parts_of(model: Any) -> tuple[Any, ...]:
+    """The models of the family's own class that a rank holds: its stages, or the whole."""
+    return model.stages if isinstance(model, PipelineModel) else (model,)
+
+
 def tied_partners(model: Any) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
     """The weights that the first and the last stage share, with the group of the two ranks; usually none.
 
