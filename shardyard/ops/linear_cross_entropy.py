@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from shardyard.ops.vocabulary import PLAIN, LossTerms, accumulated_in, losses_and_gradient_
 
-_CHUNK_BYTES = {"cpu": 128 * 2**20}
+_CHUNK_BYTES = {"cpu": 64 * 2**20}
 """What the logits of a chunk may take, by kind of device. See docs/loss.md for what was measured."""
 _CHUNK_BYTES_ELSEWHERE = 2 * 2**30
 _LEAST_ROWS = 32
