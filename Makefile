@@ -54,7 +54,7 @@ format: setup-test
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 soak: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --soak
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --soak
