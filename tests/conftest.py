@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 _LONGEST_FIRST = ("launch", "examples", "checkpoint", "train", "parallel")
-"""Folders whose files take longest: with the rest behind them, no worker waits long for another at the end."""
+"""Folders whose files take longest: the rest behind them fills both workers to the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
