@@ -80,6 +80,11 @@ LEVERS = (
     _one("compile-block", "optimization.compile", "block", "none", tolerance=1e-4),
     _one("compile-model", "optimization.compile", "model", "none", tolerance=1e-4),
     _one("bf16", "parallel.param_dtype", "bf16", "fp32", tolerance=5e-2),
+    _one("fp16", "parallel.param_dtype", "fp16", "fp32", tolerance=5e-2),
+    _one("muon", "training.optimizer", "muon", "adamw", tolerance=None),
+    _one("lion", "training.optimizer", "lion", "adamw", tolerance=None),
+    _one("adam-mini", "training.optimizer", "adam_mini", "adamw", tolerance=None),
+    _one("group-by-length", "training.group_by_length", ranks=2),
 )
 
 
@@ -90,7 +95,7 @@ def main() -> int:
     options, rest = _options(parser)
     if options.list:
         for lever in LEVERS:
-            print(f"{lever.name:<22}{lever.pulled or '(default)'}   against   {lever.left}")
+            print(f"{lever.name:<26}{lever.pulled or '(default)'}   against   {lever.left}")
         return 0
     levers = [lever for lever in LEVERS if not options.only or lever.name in options.only]
     if unknown := set(options.only) - {lever.name for lever in levers}:

@@ -135,8 +135,8 @@ def _plan(lengths: np.ndarray, cut: Cut | None, ranks: int, rows: int) -> list[l
 def race(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> int:
     """Two ranks, the same global batches of 16 rows, in each way of cutting them."""
     ways = {
-        "4 rows": [],
-        "by length": ["training.group_by_length=true"],
+        "in order": ["training.group_by_length=false"],
+        "by length": [],
         "by tokens": [f"training.max_tokens_per_micro_batch={options.budget}"],
     }
     rest = [*rest, "training.gradient_accumulation_steps=2"]

@@ -71,7 +71,7 @@ FEATURES: dict[str, Feature] = {
         lambda c, _: c.training.max_tokens_per_micro_batch is not None,
     ),
     "group_by_length": Feature(
-        "group_by_length", "training.group_by_length", lambda c, _: c.training.group_by_length
+        "group_by_length", "training.group_by_length", lambda c, _: c.training.group_by_length is True
     ),
     "packing": Feature("packing", "data.packing", lambda c, _: bool(c.data.packing or c.data.neat_packing)),
     "cross_document_attention": Feature(

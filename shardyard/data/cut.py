@@ -58,7 +58,7 @@ class Cut:
         return cls(
             training.per_device_train_batch_size,
             max_tokens=training.max_tokens_per_micro_batch,
-            by_length=training.group_by_length,
+            by_length=training.group_by_length is not False,
             even_at=EVEN_AT_HIDDEN_SIZES * hidden_size,
             at_least=pp,
             alone=alone,

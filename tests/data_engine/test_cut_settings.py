@@ -17,7 +17,7 @@ BUDGET = "training.max_tokens_per_micro_batch=4096"
 
 def test_by_default_rows_are_counted(tmp_path: Path) -> None:
     training = load(tmp_path, "", "data.dataset=x").config.training
-    assert training.max_tokens_per_micro_batch is None and training.group_by_length is False
+    assert training.max_tokens_per_micro_batch is None and training.group_by_length is None
 
 
 def test_a_budget_of_nothing_is_refused(tmp_path: Path) -> None:

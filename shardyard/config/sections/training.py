@@ -270,11 +270,13 @@ class TrainingConfig(Section):
         "per_device_train_batch_size 只决定全局批次的大小。更长的样本独占一个微批。null 表示按样本数切分。",
         ge=1,
     )
-    group_by_length: bool = setting(
-        False,
+    group_by_length: bool | None = setting(
+        None,
         "Choose by length which samples of a global batch go to which rank and micro-batch, so that ranks "
-        "have equal work. The global batch holds the same samples, and its loss is the same.",
-        "按长度决定全局批次内的样本分到哪张卡、哪个微批，使各卡工作量相等；全局批次的样本与损失不变。",
+        "have equal work; null does. false: in the order of training. The global batch holds the same "
+        "samples, and its loss is the same.",
+        "按长度决定全局批次内的样本分到哪张卡、哪个微批，使各卡工作量相等；null 即启用，false 按训练顺序。"
+        "全局批次的样本与损失不变。",
     )
     profile: bool = setting(False, "Profile some steps.", "对部分步做性能分析。")
     profile_step_start: int = setting(0, "First profiled step.", "性能分析起始步。", ge=0)
