@@ -150,9 +150,18 @@ def read_reference(folder: Path, peers: Peers, *, model: Any, optimizer: torch.o
 
 
 def _refuse_other_state(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """What it keeps of its Muon is of no use, and of the others there are AdamW's moments only."""
+    """What it keeps of its Muon is of no use, and of the others there are AdamW's moments only. Adam-mini's
+    have AdamW's names and another shape, of which a part of AdamW's would be read.
+    """
     wanted = {_STEP, *_MOMENTS}
-    if other := {what for state in optimizer.state.values() for what in state.keys() ^ wanted}:
+    other = {what for state in optimizer.state.values() for what in state.keys() ^ wanted}
+    other |= {
+        what
+        for parameter, state in optimizer.state.items()
+        for what in _MOMENTS
+        if what in state and state[what].shape != parameter.shape
+    }
+    if other:
         raise UserError(
             f"{_KEY}: {folder} holds AdamW's moments, and training.optimizer is one whose state differs "
             f"({', '.join(sorted(other))}); set training.optimizer: adamw, or {_instead(folder)}"

@@ -230,6 +230,30 @@ def test_what_does_not_fit_is_damaged_or_hostile_is_named(ranks, tmp_path):
     assert not (tmp_path / "metadata_ran").exists()
 
 
+def read_into_adam_mini(root: Path) -> tuple[str, bool]:
+    """With norms that have no state, as frozen ones: what is said, and whether the weights stand."""
+    from shardyard.checkpoint.agreement import Peers
+    from shardyard.checkpoint.reference import read_reference
+    from shardyard.optim.adam_mini import AdamMini, Blocks
+
+    net, _ = tiny()
+    matrices = {p: Blocks(p.ndim - 1) for p in net.parameters() if p.ndim > 1}
+    optimizer = AdamMini([{"params": list(matrices)}], matrices)
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(UserError) as caught:
+        read_reference(
+            write(root / "it", tensors(), {"global_step": 9}), Peers(), model=net, optimizer=optimizer
+        )
+    same = all(bool((p == was).all()) for p, was in zip(net.parameters(), before, strict=True))
+    return str(caught.value), same
+
+
+def test_moments_of_adamw_are_not_cut_to_those_of_adam_mini(ranks, tmp_path):
+    said, same = ranks.run(1, read_into_adam_mini, tmp_path, init_process_group=False)[0]
+    assert "whose state differs (exp_avg_sq); set training.optimizer: adamw" in said
+    assert same
+
+
 def weights_alone(root: Path) -> list[str]:
     import torch
 
