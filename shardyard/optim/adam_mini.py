@@ -29,7 +29,7 @@ from shardyard.optim.algorithms import Setup
 from shardyard.optim.groups import Group, torch_groups
 from shardyard.optim.matrix_plan import box_of
 from shardyard.optim.stepping import Stepping
-from shardyard.parallel import local
+from shardyard.parallel import beside, local
 from shardyard.parallel.experts.select import fused_experts
 from shardyard.parallel.pipeline import parts_of
 
@@ -172,11 +172,7 @@ def _zeros_by_row(parameter: torch.Tensor, inputs: int) -> torch.Tensor:
     held = list(local(parameter).shape)
     held[inputs] = 1
     placements = [Replicate() if _splits(p, {inputs}) else p for p in parameter.placements]
-    stride = torch.empty(shape, device="meta").stride()
-    zeros = local(parameter).new_zeros(held)
-    return DTensor.from_local(
-        zeros, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return beside(parameter, local(parameter).new_zeros(held), shape=shape, placements=placements)
 
 
 def _splits(placement: Any, dims: set[int] | None) -> bool:

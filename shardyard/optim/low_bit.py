@@ -27,7 +27,7 @@ from shardyard.errors import UserError
 from shardyard.optim.algorithms import Setup
 from shardyard.optim.groups import Group, torch_groups
 from shardyard.optim.stepping import Stepping
-from shardyard.parallel import local
+from shardyard.parallel import beside, local
 
 _LEAST = 4096
 """Elements of a part that has blocks."""
@@ -135,13 +135,7 @@ class LowBitAdamW(Stepping):
 
     def _moment(self, parameter: torch.Tensor, *, signed: bool) -> torch.Tensor:
         own = self.form.zeros(local(parameter.detach()), signed=signed)
-        if not isinstance(parameter, DTensor):
-            return own
-        moment = DTensor.from_local(
-            own, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-            stride=parameter.stride(),
-        )  # fmt: skip
-        return moment.to(parameter.device)  # from_local takes what is offloaded to the mesh's device
+        return beside(parameter, own) if isinstance(parameter, DTensor) else own
 
     def _step(self) -> None:
         for parameter, group in self.trained():

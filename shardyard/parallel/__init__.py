@@ -6,7 +6,7 @@ from shardyard.parallel.experts.routing import RoutingOptions, RoutingStats, bui
 from shardyard.parallel.fsdp import Precision
 from shardyard.parallel.gradients import GradientSums
 from shardyard.parallel.meshes import Meshes, build_meshes
-from shardyard.parallel.ownership import answers_for, local
+from shardyard.parallel.ownership import answers_for, beside, local
 from shardyard.parallel.patterns import matches, select, select_modules
 from shardyard.parallel.replicas import check_replicas
 
@@ -20,6 +20,7 @@ __all__ = [
     "RoutingStats",
     "answers_for",
     "apply_parallelism",
+    "beside",
     "build_meshes",
     "build_routing",
     "check_compiler",

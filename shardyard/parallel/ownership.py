@@ -6,9 +6,13 @@ replicated; a parameter that only FSDP shards lies, beyond that, on every tensor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 from shardyard.parallel.meshes import Meshes
 
@@ -44,6 +48,25 @@ def replica_groups(tensor: torch.Tensor, meshes: Meshes) -> dict[str, dist.Proce
 def answers_for(tensor: torch.Tensor, meshes: Meshes) -> bool:
     """Whether this rank is the first of those that hold its piece of ``tensor``."""
     return all(dist.get_rank(group) == 0 for group in replica_groups(tensor, meshes).values())
+
+
+def beside(
+    parameter: DTensor,
+    part: torch.Tensor,
+    *,
+    shape: Sequence[int] | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """``part``, where it is, as this rank's of a tensor like ``parameter`` but for what is given; DTensor's
+    own ``from_local`` moves what is offloaded to the device of the mesh.
+    """
+    if shape is None:
+        size, stride = parameter.shape, parameter.stride()
+    else:
+        size, stride = torch.Size(shape), torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(size, stride, part.dtype)
+    spec = DTensorSpec(parameter.device_mesh, tuple(placements or parameter.placements), tensor_meta=meta)
+    return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

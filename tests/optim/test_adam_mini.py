@@ -118,6 +118,23 @@ def test_shards_give_the_weights_of_one_process(ranks, world, shape, placements)
             assert torch.allclose(states[kind], wanted, rtol=1e-6, atol=0)
 
 
+def devices_of_offloaded_state():
+    """Of a parameter on the host whose mesh is of another device: where its first state lies."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    parameter = torch.nn.Parameter(distribute_tensor(drawn(1, 6, 5), mesh, [Shard(0)]))
+    mesh._device_type = "meta"  # as an accelerator's is none of the host's
+    state = optimizer_of({parameter: Blocks(1)}).first_state(parameter, {})
+    return {name: getattr(t, "_local_tensor", t).device.type for name, t in state.items()}
+
+
+def test_the_state_of_an_offloaded_parameter_lies_beside_it(ranks):
+    (devices,) = ranks.run(1, devices_of_offloaded_state)
+    assert devices == {"step": "cpu", "exp_avg": "cpu", "exp_avg_sq": "cpu"}
+
+
 def test_roles_of_a_real_model():
     import transformers
     from support.models import tiny_config
