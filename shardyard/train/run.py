@@ -235,6 +235,8 @@ def _begin(parts: _Parts, resume_from: str) -> _Start:
         store, resume_from, parts.built, parts.optimizer, parts.data.identity, facts, force=force,
         latest=bool(latest), sampler=sampler,
     )  # fmt: skip
+    if config.parallel.param_dtype != "fp16":
+        state = state.scaled(None)
     if training.save_hf_weights or training.export_steps:
         exporter = parts.exporter
         check_exportable(

@@ -68,7 +68,7 @@ class LossScaler:
     def succeeded(self) -> ScaleState:
         """After a step with finite gradients."""
         good, scale = self.state.good_steps + 1, self.scale
-        if good == self._interval:
+        if good >= self._interval:  # a run that goes on may have a shorter one
             grown = _fp32(scale * self._growth)
             good, scale = 0, grown if math.isfinite(grown) else scale
         self.state = ScaleState(scale, good, self.state.overflows)

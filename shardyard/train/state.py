@@ -51,7 +51,10 @@ class RunState:
             return None
         return ScaleState(self.loss_scale, self.good_steps, self.overflows)
 
-    def scaled(self, scale: ScaleState) -> RunState:
+    def scaled(self, scale: ScaleState | None) -> RunState:
+        """With None, of a precision other than fp16, which may have been the checkpoint's."""
+        if scale is None:
+            return replace(self, loss_scale=None, good_steps=0)
         return replace(self, loss_scale=scale.scale, good_steps=scale.good_steps, overflows=scale.overflows)
 
     def judged(self, loss: float, *, min_delta: float) -> RunState:

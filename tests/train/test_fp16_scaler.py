@@ -65,6 +65,18 @@ def test_a_run_that_goes_on_takes_its_scale_along():
     assert again is not None and again.state == fresh.state == ScaleState(32.0, 1, 1)
 
 
+def test_a_run_that_goes_on_with_a_shorter_interval_grows_at_the_next_good_step():
+    parallel, training = ParallelConfig(param_dtype="fp16"), TrainingConfig(output_dir="x")
+    state = ScaleState(8.0, good_steps=1500)
+    shorter = LossScaler.of(training.model_copy(update={"fp16_growth_interval": 1000}), parallel, state)
+    assert shorter is not None and shorter.succeeded() == ScaleState(16.0)
+
+
+def test_a_run_that_goes_on_in_another_precision_tells_no_scale():
+    state = RunState("order", step=3).scaled(ScaleState(8.0, 2, 1)).scaled(None)
+    assert state.scale is None and (state.step, state.overflows) == (3, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
