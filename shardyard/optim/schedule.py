@@ -47,13 +47,13 @@ class Schedule:
         """``warmup_steps`` wins over ``warmup_ratio``, whose share of the updates is rounded down, as is that
         of ``lr_wsd_decay_ratio``, but to 1 at least.
         """
-        warmup = (
-            training.warmup_steps if training.warmup_steps is not None else int(total * training.warmup_ratio)
-        )
+        warmup = training.warmup_steps
+        if warmup is None:
+            warmup = _part(total, training.warmup_ratio)
         kind = _OTHER_NAMES.get(training.lr_scheduler_type, training.lr_scheduler_type)
         return cls(
             kind, training.lr, min(training.min_lr, training.lr), warmup, total,  # type: ignore[arg-type]
-            decay=max(int(total * training.lr_wsd_decay_ratio), 1), style=training.lr_wsd_decay_style,
+            decay=max(_part(total, training.lr_wsd_decay_ratio), 1), style=training.lr_wsd_decay_style,
             cycles=training.lr_num_cycles, power=training.lr_power,
         )  # fmt: skip
 
@@ -91,9 +91,16 @@ class Schedule:
                 decay = min(self.decay, self.total - start)
                 return _fall(self.style, _share(update - (self.total - decay), decay))
             case "cosine_with_restarts":
-                return _fall("cosine", math.modf(self.cycles * progress)[0] if progress < 1.0 else 1.0)
+                # In whole numbers: a cycle that begins must not be one that ends, a rounding before it.
+                done, of = self.cycles * (update - start), max(self.total - start, 1)
+                return _fall("cosine", done % of / of if progress < 1.0 else 1.0)
             case _:
                 return _fall("cosine", progress)
+
+
+def _part(total: int, ratio: float) -> int:
+    """``ratio`` of ``total``, rounded down; 0.29 of 100 is 29, though their product is 28.999999999999996."""
+    return int(total * ratio * (1 + 1e-12))
 
 
 def _share(done: int, of: int) -> float:

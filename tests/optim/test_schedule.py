@@ -49,6 +49,11 @@ def test_runs_of_one_update_and_all_warmup_are_finite():
 def test_warmup_ratio_rounds_down_and_steps_win_over_it():
     of_ratio = Schedule.of(TrainingConfig(output_dir="x", warmup_ratio=0.3, lr=1.0), 9)
     assert of_ratio.warmup == 2  # 0.3 x 9 = 2.7
+    exact = ((100, 0.29, 29), (50, 0.58, 29), (1000, 0.001, 1), (10, 0.1999, 1))
+    for total, ratio, wanted in exact:
+        training = TrainingConfig(output_dir="x", warmup_ratio=ratio, lr_wsd_decay_ratio=ratio)
+        of_both = Schedule.of(training, total)
+        assert (of_both.warmup, of_both.decay) == (wanted, wanted)
     of_steps = Schedule.of(TrainingConfig(output_dir="x", warmup_steps=5, lr=1.0), 9)
     assert of_steps.warmup == 5
 
@@ -77,6 +82,15 @@ def test_restarts_go_back_to_the_full_rate_and_end_at_min_lr():
     schedule = Schedule("cosine_with_restarts", 1.0, 0.2, 0, 13, cycles=3)
     cycle = [0.2 + 0.8 * (1 + math.cos(math.pi * q)) / 2 for q in (0.0, 0.25, 0.5, 0.75)]
     assert [schedule.lr_at(k) for k in range(1, 14)] == pytest.approx([*cycle * 3, 0.2])
+
+
+@pytest.mark.parametrize("cycles", [1, 3, 7, 22, 29])
+def test_every_cycle_begins_at_the_full_rate(cycles: int) -> None:
+    """22 cycles of 2 updates: 30 / 44 x 22 is 14.999999999999998 in floating point."""
+    schedule = Schedule("cosine_with_restarts", 1.0, 0.0, 0, 2 * cycles + 1, cycles=cycles)
+    rates = [schedule.lr_at(1 + k) for k in range(2 * cycles + 1)]
+    assert rates[:-1:2] == [1.0] * cycles
+    assert rates[1::2] == pytest.approx([0.5] * cycles) and rates[-1] == pytest.approx(0.0)
 
 
 def test_one_cycle_is_cosine_and_power_one_is_linear():
