@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardyard.config.sections.training import TrainingConfig
 
+_PATTERN = re.compile(r"(?:[^{}]|\{(?:\*|\d+-\d+)\})+")
+"""As `parallel.patterns` reads it, which needs torch."""
 _KEYS = ("patterns", "lr", "lr_scale", "weight_decay")
 
 
@@ -36,9 +39,12 @@ def _rule(where: str, entry: Mapping[str, Any], lr: float) -> GroupRule:
     if unknown := [key for key in entry if key not in _KEYS]:
         raise ValueError(f"{where} has the key {unknown[0]!r}; an entry has {', '.join(_KEYS)}")
     patterns = entry.get("patterns")
-    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
-    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    listed = isinstance(patterns, list | tuple) and all(isinstance(p, str) and p for p in patterns)
+    if not patterns or not listed:
         raise ValueError(f"{where} needs patterns: names of parameters, such as model.layers.{{0-3}}.*")
+    if bad := [pattern for pattern in patterns if not _PATTERN.fullmatch(pattern)]:
+        raise ValueError(f"{where}: in {bad[0]!r} braces hold `*` or a range such as `{{0-3}}`")
     own, scale, decay = (_number(where, entry, key) for key in _KEYS[1:])
     if own is not None and scale is not None:
         raise ValueError(f"{where} has lr and lr_scale; keep one")
@@ -50,7 +56,7 @@ def _rule(where: str, entry: Mapping[str, Any], lr: float) -> GroupRule:
                 f"{where} has lr {own:g} and training.lr is 0, which the schedule scales; raise it"
             )
         scale = own / lr
-    return GroupRule(patterns, 1.0 if scale is None else scale, decay)
+    return GroupRule(tuple(patterns), 1.0 if scale is None else scale, decay)
 
 
 def _number(where: str, entry: Mapping[str, Any], key: str) -> float | None:

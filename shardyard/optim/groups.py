@@ -45,7 +45,13 @@ def torch_groups(groups: Iterable[Group], lr: float) -> list[dict[str, Any]]:
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
     """Matrices decay; norms, biases and other vectors do not."""
-    return parameter.ndim >= 2 and not name.endswith("bias")  # an expert's stacked biases are 2-D
+    # An expert's stacked biases are 2-D, as is a norm with weights of its own for each head.
+    return parameter.ndim >= 2 and not name.endswith("bias") and not is_of_norm(name)
+
+
+def is_of_norm(name: str) -> bool:
+    """Whether the parameter ``name`` is a norm's own."""
+    return "norm" in name.rpartition(".")[0].rpartition(".")[2]
 
 
 def group_parameters(model: nn.Module, training: TrainingConfig) -> tuple[Group, ...]:
@@ -78,14 +84,22 @@ def group_parameters(model: nn.Module, training: TrainingConfig) -> tuple[Group,
 
 
 def group_lines(groups: Sequence[Group], counts: Sequence[Sequence[float]]) -> list[str]:
-    """What each group trains; ``counts``: its parameters and their elements, over all stages."""
+    """What each group trains, and which entry trains nothing; ``counts``: its parameters and their elements,
+    over all stages.
+    """
     width = max(len(group.label) for group in groups)
-    return [
-        f"{group.label:<{width}}  lr x {group.lr_scale:g}, weight decay {group.weight_decay:g}: "
-        f"{int(tensors):,} parameters of {int(elements):,} elements"
-        for group, (tensors, elements) in zip(groups, counts, strict=True)
-        if tensors
-    ]
+    lines = []
+    for number, (group, (tensors, elements)) in enumerate(zip(groups, counts, strict=True)):
+        if tensors:
+            lines.append(
+                f"{group.label:<{width}}  lr x {group.lr_scale:g}, weight decay {group.weight_decay:g}: "
+                f"{int(tensors):,} parameters of {int(elements):,} elements"
+            )
+        elif number % 2 == 0 and number < len(groups) - 2 and not counts[number + 1][0]:  # both its halves
+            lines.append(
+                f"{group.label:<{width}}  trains nothing: its parameters are frozen, or of an entry above"
+            )
+    return lines
 
 
 def _halves(rule: GroupRule, training: TrainingConfig) -> Iterator[tuple[str, bool, float]]:

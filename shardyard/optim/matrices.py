@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from shardyard.optim.groups import is_of_norm
 from shardyard.parallel.experts.select import fused_experts
 from shardyard.parallel.pipeline import parts_of
 
@@ -54,7 +55,7 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, tuple[Matrix, ...]]:
             continue
         if parameter in stacks:
             found |= {parameter: _of_stack(parameter, *stacks[parameter])} if parameter.ndim == 3 else {}
-        elif parameter.ndim == 2 and not name.endswith("bias"):
+        elif parameter.ndim == 2 and not name.endswith("bias") and not is_of_norm(name):
             found[parameter] = (Matrix(range(parameter.shape[0]), range(parameter.shape[1])),)
     return found
 

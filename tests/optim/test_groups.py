@@ -99,6 +99,15 @@ def test_the_lines_tell_counts_and_leave_out_empty_groups():
     ]
 
 
+def test_an_entry_that_trains_nothing_is_told():
+    """Its parameters all go by the one before it, or are frozen."""
+    entries = ({"patterns": "layers.*", "lr_scale": 2.0}, {"patterns": "layers.0.*", "lr_scale": 0.5})
+    groups = group_parameters(model(), training_with(*entries, {"patterns": "*", "weight_decay": 0}))
+    lines = group_lines(groups, [(len(group.named), len(group.named)) for group in groups])
+    (told,) = [line for line in lines if "trains nothing" in line]
+    assert told.startswith("layers.0.* ") and "frozen, or of an entry above" in told
+
+
 @pytest.mark.parametrize(
     ("entry", "fault"),
     [
@@ -106,6 +115,11 @@ def test_the_lines_tell_counts_and_leave_out_empty_groups():
         ({"lr": 1.0}, "needs patterns"),
         ({"patterns": [], "lr": 1.0}, "needs patterns"),
         ({"patterns": [1], "lr": 1.0}, "needs patterns"),
+        ({"patterns": 5, "lr": 1.0}, "needs patterns"),
+        ({"patterns": {"a": 1}, "lr": 1.0}, "needs patterns"),
+        ({"patterns": ["a", "layers.{0,1}.*"], "lr": 1.0}, r"in 'layers.\{0,1\}.\*' braces hold"),
+        ({"patterns": "layers.{}", "lr": 1.0}, "braces hold"),
+        ({"patterns": "layers.0}", "lr": 1.0}, "braces hold"),
         ({"patterns": ["a"]}, "changes nothing"),
         ({"patterns": ["a"], "lr": 1.0, "lr_scale": 2.0}, "has lr and lr_scale"),
         ({"patterns": ["a"], "lr": -1.0}, "lr -1.0 is not a number"),

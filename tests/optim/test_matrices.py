@@ -29,6 +29,24 @@ def test_embeddings_heads_vectors_and_biases_are_no_hidden_matrices(family):
     assert all("embed" in n or "lm_head" in n or "norm" in n or "bias" in n or "sinks" in n for n in left)
 
 
+def test_a_norm_with_weights_for_each_head_is_no_hidden_matrix():
+    import torch
+    import transformers
+
+    config = transformers.CohereConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        use_qk_norm=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    parameters = dict(model.named_parameters())
+    norm = "model.layers.0.self_attn.q_norm.weight"
+    assert parameters[norm].shape == (2, 8)
+    found = hidden_matrices(model)
+    assert parameters[norm] not in found
+    assert len(found) == 4 + 3, "attention's and the MLP's"
+
+
 def test_experts_are_as_many_matrices_as_files_hold():
     """Four experts with gate, up and down each, in two layers of the qwen3_moe model."""
     model = built("qwen3_moe")

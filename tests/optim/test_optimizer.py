@@ -16,6 +16,8 @@ from shardyard.optim.groups import decays
         ("model.layers.0.mlp.experts.gate_up_proj", (3, 4, 2), True),
         ("model.layers.0.input_layernorm.weight", (4,), False),
         ("model.layers.0.self_attn.q_proj.bias", (4,), False),
+        ("model.layers.0.self_attn.q_norm.weight", (2, 4), False),  # Cohere's, of each head
+        ("model.norm_head.proj.weight", (4, 2), True),
         ("model.layers.0.mlp.experts.gate_up_proj_bias", (3, 4), False),
     ],
 )
