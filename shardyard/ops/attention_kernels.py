@@ -33,6 +33,8 @@ class AttentionKind(NamedTuple):
     value_width: int
     window: int | None
     sinks: bool
+    drops: bool = False
+    """Probabilities are dropped out in training, for which there is PyTorch's attention only."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -163,8 +165,14 @@ def _kind_of(module: Any) -> AttentionKind:
     return AttentionKind(
         heads, heads if latent else getattr(config, "num_key_value_heads", None) or heads, width,
         getattr(module, "v_head_dim", None) or width, getattr(module, "sliding_window", None),
-        getattr(module, "sinks", None) is not None,
+        getattr(module, "sinks", None) is not None, _drops(module),
     )  # fmt: skip
+
+
+def _drops(module: Any) -> bool:
+    """Whether it drops out probabilities; families have the rate, or a module with it."""
+    rates = (getattr(module, name, None) for name in ("attention_dropout", "attn_dropout"))
+    return any((rate.p if isinstance(rate, nn.Dropout) else rate or 0) > 0 for rate in rates)
 
 
 def _example(site: Site, situation: Situation) -> Example:
@@ -209,8 +217,12 @@ def _flash_lacking(situation: Situation) -> str | None:
     return None if major >= 8 else f"it wants compute capability 8.0, and this GPU has {major}.{minor}"
 
 
-def _no_sinks(site: Site, _: Situation) -> str | None:
-    return f"{site.name} has attention sinks" if site.kind.sinks else None
+def _no_dropout(site: Site, _: Situation) -> str | None:
+    return f"{site.name} drops out attention probabilities" if site.kind.drops else None
+
+
+def _no_sinks(site: Site, situation: Situation) -> str | None:
+    return f"{site.name} has attention sinks" if site.kind.sinks else _no_dropout(site, situation)
 
 
 def _no_sinks_of_one_width(site: Site, situation: Situation) -> str | None:
@@ -222,7 +234,9 @@ def _no_sinks_of_one_width(site: Site, situation: Situation) -> str | None:
 ATTENTION = Operation(
     name="attention", switch="use_flash_attn", module="attention", find=find_attention, example=_example,
     implementations=(
-        _implementation("lean", lean_documents, devices=("cpu", "cuda"), lacking=_flash_lacking),
+        _implementation(
+            "lean", lean_documents, devices=("cpu", "cuda"), lacking=_flash_lacking, unsuited=_no_dropout
+        ),
         _implementation(
             "varlen", varlen_documents, devices=("cuda",), lacking=_flash_lacking, unsuited=_no_sinks
         ),

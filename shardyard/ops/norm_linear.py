@@ -39,16 +39,18 @@ class Again:
 
 
 class Source(NamedTuple):
-    """What a normalised tensor is made of."""
+    """What a normalised tensor is made of, and its version: one that was changed in place is another."""
 
     again: Again
     tensors: tuple[Tensor, ...]
+    version: int
 
 
 def leave_source(normed: Tensor, make: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``normed``, with a note of how to make it again."""
     if normed.requires_grad:
-        setattr(normed, _SOURCE, Source(Again(make), tuple(tensor.detach() for tensor in tensors)))
+        parts = tuple(tensor.detach() for tensor in tensors)
+        setattr(normed, _SOURCE, Source(Again(make), parts, normed._version))
     return normed
 
 
@@ -56,7 +58,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
         ctx.again = source.again
-        source.again.readers += 1
+        source.again.readers += ctx.needs_input_grad[1]  # a frozen layer has no use for it
         ctx.save_for_backward(weight, *source.tensors)
         return F.linear(x, weight, bias)
 
@@ -77,7 +79,7 @@ class _Linear(torch.autograd.Function):
 def linear(layer: Any, input: Tensor) -> Tensor:
     """The forward of a linear layer; what it reads of ``layer`` may be a view (tensor parallelism)."""
     source = getattr(input, _SOURCE, None)
-    if source is None or not torch.is_grad_enabled():
+    if source is None or source.version != input._version or not torch.is_grad_enabled():
         return F.linear(input, layer.weight, layer.bias)
     return _Linear.apply(input, layer.weight, layer.bias, source)  # pyright: ignore[reportReturnType]
 

@@ -66,6 +66,9 @@ class Example(NamedTuple):
     more: tuple[Any, ...] = ()
 
 
+_PLAIN = (bool, int, float, str, tuple, list, torch.dtype)
+
+
 def _nothing(*_: Any) -> None:
     return None
 
@@ -137,6 +140,19 @@ class Row(NamedTuple):
     operation: str
     runs: str
     why: str
+
+
+def settings_of(module: nn.Module) -> tuple[Any, ...]:
+    """What a module's numbers may follow from beside its parameters, to tell it from others of its class: its
+    plain attributes and functions, and those of the modules in it.
+    """
+    own = sorted(
+        (name, type(value).__name__, repr(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (value is None or isinstance(value, _PLAIN) or callable(value))
+    )
+    parts = ((name, settings_of(part)) for name, part in module._modules.items() if part is not None)
+    return type(module), tuple(own), tuple(parts)
 
 
 def not_installed(distribution: str, module: str) -> str | None:

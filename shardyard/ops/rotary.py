@@ -127,9 +127,11 @@ def find_rotary(model: nn.Module) -> Found:
         called = [n for n in _NAMES if forward is not None and n in forward.__code__.co_names]
         if forward is None or not called:
             continue
-        turns = [(n, turn) for n in called if (turn := _turn_of(forward.__globals__[n])) is not None]
+        functions = [forward.__globals__.get(n) for n in called]  # not there: a method of that name
+        turns = [(n, t) for n, f in zip(called, functions, strict=True) if f and (t := _turn_of(f))]
         if len(turns) == len(called):
-            sites.append(Site(name, module, RotaryKind(tuple(turns), *_sizes(module, turns[0][1]))))
+            sizes = _sizes(module, functions[0], turns[0][1])
+            sites.append(Site(name, module, RotaryKind(tuple(turns), *sizes)))
         elif not strangers:
             strangers.append(f"{name} ({type(module).__name__}) turns positions in a way of its own")
     return Found(sites, strangers)
@@ -151,14 +153,9 @@ def own_forward(module: nn.Module) -> types.FunctionType | None:
 def _turn_of(function: Callable[..., Any]) -> Turn | None:
     """The kind whose numbers the function gives, on heads that are turned in part or whole."""
     for width, table_width in ((12, 8), (8, 8), (8, 4)):
-        q, k = (
-            random((1, heads, 5, width), seed, torch.float32, "cpu") for heads, seed in ((2, 31), (1, 32))
-        )
-        cos, sin = (random((1, 5, table_width), seed, torch.float32, "cpu") for seed in (33, 34))
-        try:
-            with torch.device("cpu"), torch.no_grad():
-                theirs = function(q, k, cos, sin)
-        except (TypeError, ValueError, RuntimeError, IndexError):
+        q, k, cos, sin = _samples(width, table_width)
+        theirs = _tried(function, q, k, cos, sin)
+        if not isinstance(theirs, tuple) or len(theirs) != 2:
             continue
         for turn in TURNS:
             if (turn.table == "whole") != (table_width == 4):
@@ -172,8 +169,30 @@ def _turn_of(function: Callable[..., Any]) -> Turn | None:
     return None
 
 
-def _sizes(module: Any, turn: Turn) -> tuple[int, int, int, int]:
-    """Heads, key heads, width of a head and of the cosines."""
+def _samples(width: int, table_width: int) -> tuple[Tensor, ...]:
+    """q, k, cos, sin"""
+    q, k = (random((1, heads, 5, width), seed, torch.float32, "cpu") for heads, seed in ((2, 31), (1, 32)))
+    cos, sin = (random((1, 5, table_width), seed, torch.float32, "cpu") for seed in (33, 34))
+    return q, k, cos, sin
+
+
+def _tried(function: Callable[..., Any], *arguments: Tensor) -> Any:
+    """What the function gives; None where it takes no such arguments, and fails in a way of its own."""
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            return function(*arguments)
+    except Exception:
+        return None
+
+
+@functools.cache
+def _leaves_the_rest(function: Callable[..., Any]) -> bool:
+    """Whether it takes whole heads where a part is turned, or that part, which its caller has split off."""
+    return _tried(function, *_samples(12, 8)) is not None
+
+
+def _sizes(module: Any, function: Callable[..., Any], turn: Turn) -> tuple[int, int, int, int]:
+    """Heads, key heads, width of what is turned in a head or passed on with it, and of the cosines."""
     config = module.config
     heads = config.num_attention_heads
     width = getattr(module, "qk_rope_head_dim", None) or getattr(module, "head_dim", None)
@@ -183,6 +202,8 @@ def _sizes(module: Any, turn: Turn) -> tuple[int, int, int, int]:
     if hasattr(module, "qk_rope_head_dim"):
         part = 1.0  # the part is split off before
     turned = int(width * part) // 2 * 2
+    if not _leaves_the_rest(function):
+        width = turned
     return (
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
@@ -204,10 +225,10 @@ def _with_functions(forward: types.FunctionType, names: tuple[tuple[str, Any], .
 
 
 @functools.cache
-def _as_called(function: Callable[..., Any], turn: Turn) -> Callable[..., Any]:
-    def apply_rotary_pos_emb(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
+def _as_called(function: Callable[..., Any], turn: Turn, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_rotary_pos_emb(q: Any, k: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        if q is None or k is None:  # layers that share keys turn their queries alone
+            return theirs(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return function(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), turn)
 
     return apply_rotary_pos_emb
@@ -235,7 +256,10 @@ def _implementation(name: str, function: Any, **limits: Any) -> Implementation:
     def install(site: Site) -> None:
         forward = own_forward(site.module)
         assert forward is not None
-        names = tuple((called, _as_called(function, turn)) for called, turn in site.kind.turns)
+        names = tuple(
+            (called, _as_called(function, turn, forward.__globals__[called]))
+            for called, turn in site.kind.turns
+        )
         site.module.forward = types.MethodType(_with_functions(forward, names), site.module)
 
     def run(site: Site) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.attention import relative_error, softmax_by_hand
 from support.models import tiny_config
 from support.saved import saved_bytes
@@ -102,6 +103,21 @@ def test_the_attention_of_a_family_is_found(family: str, kind: AttentionKind) ->
     )
     assert row.runs == "lean"
     assert all(site.module.documents_kernel is lean_documents for site in sites)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_dropout_of_probabilities_is_pytorch_s_and_the_table_says_so(family: str) -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2)  # it drops out by default
+    if family == "qwen3":
+        config = tiny_config("qwen3")
+        config.attention_dropout = 0.2
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=DOCUMENTS_ATTENTION)
+    rows = apply_operators(model, OptimizationConfig(), CPU)
+    (row,) = (row for row in rows if row.operation == "attention")
+    assert row.runs == "sdpa" and "drops out attention probabilities" in row.why
+    with pytest.raises(UserError, match=r"use_flash_attn: true cannot be had .*drops out"):
+        apply_operators(model, OptimizationConfig(use_flash_attn=True), CPU)
 
 
 def test_false_is_one_attention_of_pytorch_per_document() -> None:

@@ -171,6 +171,53 @@ def test_layers_that_read_a_norm_make_its_output_again() -> None:
     assert eager >= lean + 2 * 40 * 24 * 4
 
 
+class _ShiftedRMSNorm(LlamaRMSNorm):
+    shift = 0.0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + self.shift
+
+
+def test_norms_of_a_class_are_told_apart_by_their_settings() -> None:
+    model = torch.nn.ModuleList(_ShiftedRMSNorm(24, eps=1e-5) for _ in range(2))
+    model[1].shift = 0.5
+    found = find_norms(model)
+    assert [site.name for site in found.sites] == ["0"] and found.strangers[0].startswith("1 ")
+
+
+class _Scaled(_Block):
+    """What the layers read was changed in place: it is no output of the norm any more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        normed *= 3
+        return self.first(normed)
+
+
+def _with_readers(block: torch.nn.Module) -> torch.nn.Module:
+    (site,) = find_norms(block).sites
+    next(i for i in RMS_NORM.implementations if i.name == "lean_linear").install(site)
+    return block
+
+
+def test_an_output_that_is_changed_in_place_is_kept_as_it_was_read() -> None:
+    block, x, cotangent = _Scaled(), _random(1, 5, 24, seed=17), _random(1, 5, 24, seed=18)
+    wanted = [block.norm.weight, block.first.weight]
+    expected = torch.autograd.grad(block(x), wanted, cotangent)
+    found = torch.autograd.grad(_with_readers(block)(x), wanted, cotangent)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_was_made_again_is_let_go_though_a_reader_is_frozen() -> None:
+    """Frozen, it does not read, and would be waited for as long as the graph lives."""
+    block, x = _with_readers(_Block()), _random(1, 5, 24, seed=17)
+    block.second.weight.requires_grad_(False)
+    normed = block.norm(x)
+    again = normed.normalised_from.again
+    sum(layer(normed).sum() for layer in (block.first, block.second, block.third)).backward()
+    assert again.readers == 0 and again.made is None
+
+
 def test_a_norm_that_no_layer_reads_leaves_nothing() -> None:
     block = _Block()
     block.first = block.second = block.third = torch.nn.Identity()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.models import tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.cohere2 import modeling_cohere2
@@ -18,7 +19,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.qwen3 import modeling_qwen3
 
-from shardyard.ops.rotary import ROTARY, TURNS, Turn, _turn_of, find_rotary, lean_rotary
+from shardyard.ops.registry import Situation
+from shardyard.ops.rotary import ROTARY, TURNS, Turn, _as_called, _turn_of, find_rotary, lean_rotary
+from shardyard.ops.self_check import fault_of
 
 # (module, name of its function, what it does, width of a head, width of the cosines)
 HALVES, WHOLE, PAIRS, GLM, DEEPSEEK = TURNS
@@ -93,6 +96,38 @@ def test_a_model_s_attention_calls_ours_and_no_other_model_s_does(family: str) -
     torch.testing.assert_close(logits, expected)
     assert "_RotateBackward" in _graph(logits)
     assert "_RotateBackward" not in _graph(other(**arguments).logits)
+
+
+def test_a_part_that_the_attention_splits_off_is_tried_alone() -> None:
+    """Phi and StableLM turn a part of a head by a function that takes just that part."""
+    config = transformers.PhiConfig(
+        hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4, vocab_size=9,
+        partial_rotary_factor=0.5,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    (site,) = find_rotary(model).sites
+    assert (site.kind.width, site.kind.table_width) == (4, 4)
+    here = Situation(torch.device("cpu"), torch.float32)
+    assert fault_of(ROTARY, ROTARY.implementations[0], site, here) is None
+
+
+def _queries_alone(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+    """Of a family whose layers share keys."""
+    if k is None:
+        return modeling_llama.apply_rotary_pos_emb(q, q, cos, sin, unsqueeze_dim)[0], None
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def test_queries_may_be_turned_alone() -> None:
+    ours = _as_called(lean_rotary, HALVES, _queries_alone)
+    q, cos, sin = (_random(1, *shape, seed=11) for shape in ((2, 5, 8), (5, 8), (5, 8)))
+    out, none = ours(q, None, cos, sin)
+    assert none is None and torch.equal(out, _queries_alone(q, None, cos, sin)[0])
+
+
+def test_a_function_of_another_form_is_not_known() -> None:
+    assert _turn_of(lambda q, k, cos, sin: q) is None
+    assert _turn_of(lambda q, k, cos, sin: {}["rope"]) is None
 
 
 def _graph(tensor: torch.Tensor) -> set[str]:

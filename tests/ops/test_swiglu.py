@@ -82,6 +82,45 @@ def test_a_formula_of_its_own_is_a_stranger() -> None:
     assert found.sites == [] and "Scaled" in found.strangers[0]
 
 
+class _Capped(LlamaMLP):
+    """Of some layers the gate is cut off, as in gemma3n."""
+
+    cap: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x)
+        return self.down_proj(self.act_fn(gate.clamp(max=self.cap)) * self.up_proj(x))
+
+
+def test_layers_of_a_class_are_told_apart_by_their_settings() -> None:
+    config = hf.LlamaConfig(**_SIZES)
+    model = torch.nn.ModuleList(_Capped(config) for _ in range(3))
+    for layer, cap in zip(model, (1e9, 0.01, 1e9), strict=True):
+        layer.cap = cap
+    model[2].act_fn = torch.nn.GELU()
+    found = find_gated(model)
+    assert [(site.name, site.kind.activation) for site in found.sites] == [("0", "silu"), ("2", "gelu")]
+    assert found.strangers[0].startswith("1 (_Capped)")
+
+
+class _OfLayer(LlamaMLP):
+    """As zamba2's: the layer that calls it says which it is, and an unknown one is an error."""
+
+    def forward(self, x: torch.Tensor, layer: int | None = None) -> torch.Tensor:
+        return super().forward(x) * {0: 1.0}[layer]
+
+
+class _Odd(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * {}["scale"]
+
+
+@pytest.mark.parametrize("cls", [_OfLayer, _Odd])
+def test_one_that_cannot_be_tried_keeps_its_own_code(cls: Any) -> None:
+    found = find_gated(cls(hf.LlamaConfig(**_SIZES)))
+    assert found.sites == [] and cls.__name__ in found.strangers[0]
+
+
 @pytest.mark.parametrize("name", ["lean", "lean_down"])
 @pytest.mark.parametrize(("cls", "config", "kind"), FAMILIES, ids=NAMES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])

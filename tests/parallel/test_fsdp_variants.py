@@ -17,6 +17,7 @@ TRAINING = {"adam_epsilon": 1e-4}
 IGNORED = {"ignored_modules": ["model.layers.{*}.self_attn.q_proj", "model.layers.{0-0}.mlp", "model.norm"]}
 IGNORED_BESIDE_EXPERTS = {"ignored_modules": ["model.layers.{*}.mlp.gate", "model.layers.{0-1}.self_attn"]}
 BY_DIM_1 = {"shard_placement_fn": "shard_by_dim_1"}
+NORMS_ALONE = {"fsdp_modules": ["model.layers.{*}", "model.layers.{*}.input_layernorm"]}
 FAR = {"num_to_forward_prefetch": 3, "num_to_backward_prefetch": 2}
 OFFLOAD = {"cpu_offload": True}
 
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4, "dense", {"ignored_modules": ["model.embed_tokens"], "pp_size": 2},
     ),
     "ignored body of a tied pair, PP 2 x FSDP 2": (4, "dense", {"ignored_modules": ["model"], "pp_size": 2}),
+    "norms in units of their own, FSDP 2": (2, "dense", NORMS_ALONE),
+    "norms in units of their own, PP 2 x FSDP 2": (4, "dense", NORMS_ALONE | {"pp_size": 2}),
     "ignored, EP 2": (2, "moe", IGNORED_BESIDE_EXPERTS | {"ep_size": 2}),
     "ignored, TP 2 with EP 2": (2, "moe", IGNORED_BESIDE_EXPERTS | {"tp_size": 2, "ep_size": 2}),
     "ignored experts, FSDP 2": (2, "moe", {"ignored_modules": ["model.layers.{*}.mlp.experts"]}),
@@ -65,7 +68,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "offload, FSDP 2 x TP 2": (4, "dense", OFFLOAD | {"tp_size": 2}),
     "offload, EP 2 on FSDP 4": (4, "moe", OFFLOAD | {"ep_size": 2}),
 }  # fmt: skip
-QUICK = {"ignored, FSDP 2 x TP 2", "columns, FSDP 2"}
+QUICK = {"ignored, FSDP 2 x TP 2", "columns, FSDP 2", "norms in units of their own, FSDP 2"}
 
 
 @pytest.fixture(scope="module")
