@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
+from shardyard.cli.words import take_flag
 from shardyard.config import Config, Loaded, layout_on, load_config, read_shape
 from shardyard.config.explain import explain, find_key
 from shardyard.config.layout_report import layout_lines
+from shardyard.config.model_shape import config_file
 from shardyard.config.resolved import format_table
 from shardyard.config.schema import get
 from shardyard.errors import UserError
 
 CHECK_HELP = """\
-usage: shardyard check FILE [overrides] [--world-size N] [--explain KEY]
+usage: shardyard check FILE [overrides] [--world-size N] [--operators] [--explain KEY]
 
 Validates a configuration and prints every value with its origin (default, file:line, command line).
   --world-size N  also shows how N ranks are arranged, or why they cannot be and which layouts could;
                   the sizes of the model count if its config.json is on this machine
+  --operators     also shows which operators the model would run on this machine, from its config.json, or
+                  why one that is asked for cannot run; takes some seconds
   --explain KEY   describes one setting instead; FILE may be left out
 """
 
@@ -36,6 +40,7 @@ def check(argv: Sequence[str]) -> int:
         return 0
     key = _take_option(words, "--explain")
     world_size = _take_option(words, "--world-size")
+    with_operators = take_flag(words, "--operators")
     if key is not None:
         path = find_key(key)
         print(explain(path))
@@ -46,10 +51,11 @@ def check(argv: Sequence[str]) -> int:
     loaded = load_config(words)
     _check_template(loaded.config)
     layout = _check_layout(loaded, world_size)
+    operators = _operators(loaded.config) if with_operators else []
     print(format_table(loaded.config, loaded.origins))
     for warning in [*loaded.warnings, *_missing_paths(loaded.config)]:
         print(f"warning: {warning}")
-    for line in layout:
+    for line in [*layout, *operators]:
         print(line)
     print(f"{loaded.file or 'configuration'}: valid")
     return 0
@@ -107,6 +113,20 @@ def _take_option(words: list[str], name: str) -> str | None:
         del words[index : index + (1 if equals else 2)]
         value = found if value is None else value
     return value
+
+
+def _operators(config: Config) -> list[str]:
+    """The table of operators on this machine; raises UserError where one cannot be had."""
+    _, unknown = read_shape(config.model)
+    if unknown:
+        raise UserError(f"--operators: {unknown}, and it says what a model is made of")
+    from shardyard.device import detect_device  # torch and transformers, which nothing else here needs
+    from shardyard.models.operators import operators_of
+    from shardyard.ops.table import operator_lines
+
+    device, (path, _) = detect_device(), config_file(config.model)
+    rows = operator_lines(operators_of(config, path.parent, device))
+    return [f"operators on this machine ({device.type}):", *(f"  {row}" for row in rows)]
 
 
 def _check_layout(loaded: Loaded, world_size: str | None) -> list[str]:

@@ -78,7 +78,7 @@ def read_shape(model: ModelConfig) -> tuple[ModelShape | None, str | None]:
     """
     path, unknown = Path(model.model_name_or_path), "config.json is not on this machine"
     try:
-        path, unknown = _config_file(model)
+        path, unknown = config_file(model)
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         return None, unknown
@@ -89,7 +89,7 @@ def read_shape(model: ModelConfig) -> tuple[ModelShape | None, str | None]:
     return shape_of(loaded, model.config_overrides or {}), None
 
 
-def _config_file(model: ModelConfig) -> tuple[Path, str]:
+def config_file(model: ModelConfig) -> tuple[Path, str]:
     """The config.json of ``model``, and what to say if it is not there. It stands beside the weights, or in
     the folder assets of a checkpoint of ours, or where ``model.config_name_or_path`` says."""
     folder = Path(model.model_name_or_path).expanduser()
