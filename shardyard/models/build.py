@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from shardyard.config import Layout, ModelConfig
 from shardyard.device import Device
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 from shardyard.models import packing
 from shardyard.models.block_fp8 import take_block_size
 from shardyard.models.causal_lm import Placement, base_class, trainable_class
@@ -225,7 +225,7 @@ def _self_test(model: Any, config: Any, precision: Precision, device: torch.devi
     try:
         difference = packing.leak(model, vocab_size=vocab_size, device=device)
     except (TypeError, NotImplementedError, ValueError) as error:
-        return f"the self-test of packed documents failed: {str(error).splitlines()[0]}"
+        return f"the self-test of packed documents failed: {first_line(error)}"
     tolerance = _LEAK_TOLERANCE[precision.compute]
     if difference <= tolerance:
         return None

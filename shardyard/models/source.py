@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from shardyard.config import ModelConfig
-from shardyard.errors import UserError, opening
+from shardyard.errors import UserError, first_line, opening
 from shardyard.models.converted import Convert, converted, is_megatron
 
 logger = logging.getLogger("shardyard.models")
@@ -160,9 +160,8 @@ def _download(model: ModelConfig, key: str, name: str, patterns: list[str]) -> P
         )
     except Exception as error:
         # One line of the cause: the hub client's own messages run over several paragraphs.
-        cause = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{key}: {name} is no local folder and cannot be fetched from the hub: {cause}"
+            f"{key}: {name} is no local folder and cannot be fetched from the hub: {first_line(error)}"
         ) from error
     return Path(fetched)
 
@@ -232,9 +231,8 @@ def with_overrides(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTr
     try:
         made = type(config).from_dict({k: v for k, v in values.items() if k not in derived} | wanted)
     except Exception as error:
-        cause = str(error).strip().splitlines()[0]
         raise UserError(
-            f"model.config_overrides: {config.model_type} refuses these values: {cause}"
+            f"model.config_overrides: {config.model_type} refuses these values: {first_line(error)}"
         ) from error
     for name, value in wanted.items():
         if getattr(made, name, None) != value and name != "rope_parameters":
