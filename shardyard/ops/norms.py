@@ -206,7 +206,7 @@ def _implementation(name: str, function: Any, **limits: Any) -> Implementation:
 
 
 def _forward(function: Any, module: Any, kind: NormKind, hidden_states: Tensor) -> Tensor:
-    if function is lean_rms_norm_for_layers and isinstance(module, FSDPModule):
+    if function is lean_rms_norm_for_layers and issubclass(type(module), FSDPModule):
         # A unit of its own is gathered for its own backward, which comes after those of the layers.
         function = lean_rms_norm
     return function(hidden_states, module.weight, kind)

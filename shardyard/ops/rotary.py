@@ -127,7 +127,7 @@ def find_rotary(model: nn.Module) -> Found:
         called = [n for n in _NAMES if forward is not None and n in forward.__code__.co_names]
         if forward is None or not called:
             continue
-        functions = [forward.__globals__.get(n) for n in called]  # not there: a method of that name
+        functions: list[Any] = [forward.__globals__.get(n) for n in called]  # None: a method of that name
         turns = [(n, t) for n, f in zip(called, functions, strict=True) if f and (t := _turn_of(f))]
         if len(turns) == len(called):
             sizes = _sizes(module, functions[0], turns[0][1])
