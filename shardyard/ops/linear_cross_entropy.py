@@ -28,6 +28,10 @@ _PRODUCT_ROWS = 8192
 _LIFT = {torch.float16: 1024.0}
 """Gradients of logits are at most 1 and most of them tiny. Until the loss scale is known, in the backward,
 this keeps them out of the range where fp16 loses them."""
+_LEAST_FACTOR = 2.0**-14
+"""Hidden states times less would leave fp16's range. Times this, lifted gradients are a 16th of what they
+are, so that sums over many rows stay inside it too.
+"""
 
 
 @dataclass(frozen=True)
@@ -177,10 +181,18 @@ class _Whole(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_hidden = (gradient @ weight).mul_(factor)
         if ctx.needs_input_grad[1]:
-            of_weight = gradient.t() @ (hidden * factor).to(gradient.dtype)
+            of_weight = _scaled_product(gradient.t(), hidden, factor)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(0, dtype=accumulated_in(gradient.dtype)).mul_(factor).to(gradient.dtype)
         return of_hidden, of_weight, of_bias, None, None, None
+
+
+def _scaled_product(columns: torch.Tensor, hidden: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``factor`` times ``columns`` [V/n, L] times ``hidden`` [L, H], in their dtype."""
+    if hidden.dtype is not torch.float16:
+        return columns @ (hidden * factor).to(hidden.dtype)
+    first = factor.clamp(min=_LEAST_FACTOR)
+    return (columns @ (hidden * first).to(hidden.dtype)).mul_(factor / first)
 
 
 class _InChunks(torch.autograd.Function):

@@ -101,6 +101,25 @@ def test_fp16_does_not_lose_what_the_loss_scale_is_there_to_keep():
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("upstream", [2.0**-20, 2.0**-12])
+def test_in_fp16_the_gradient_of_the_weight_outlives_a_small_factor_on_the_loss(chunk, upstream):
+    """Many trained tokens and a scale that has fallen: 30 x 2^-20 / 1024 is nothing in fp16, and the gradient
+    that it is a factor of is a number that fp16 has.
+    """
+    narrow = inputs(dtype=torch.float16)
+    with torch.no_grad():
+        narrow[0].mul_(30)
+    wide = [tensor.detach().double().requires_grad_() for tensor in narrow[:-1]]
+    hidden, weight, bias, targets = narrow
+    (upstream * linear_cross_entropy_sum(hidden, weight, targets, bias, HeadLoss(chunk=chunk))).backward()
+    (upstream * by_torch(*wide, targets, HeadLoss())).backward()
+    assert weight.grad is not None and wide[1].grad is not None
+    largest = wide[1].grad.abs().max()
+    # Half a step of fp16 where its steps are the smallest, and what rounding does elsewhere.
+    assert (weight.grad.double() - wide[1].grad).abs().max() <= 2.0**-24 + 2.0**-9 * largest
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 1)])
 def test_what_is_frozen_gets_no_gradient_and_the_others_are_right(chunk, frozen):
     tensors = inputs()
