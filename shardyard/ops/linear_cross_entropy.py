@@ -70,8 +70,9 @@ class HeadLoss:
         # fp32 for softmax and gradient, beside it the product and the gradient in a narrower dtype, and the
         # slope of a tanh.
         each = wide.itemsize * (1 if self.tail.cap is None else 2) + 2 * dtype.itemsize * is_narrow
-        # Each chunk adds to the whole weight's gradient: a chunk as large as a quarter of it makes up for that.
-        bound = max(_CHUNK_BYTES.get(device, _CHUNK_BYTES_ELSEWHERE), words * hidden_size * wide.itemsize // 4)
+        # Each chunk adds to the whole weight's gradient: one as large as a quarter of it makes up for that.
+        gradient = words * hidden_size * wide.itemsize
+        bound = max(_CHUNK_BYTES.get(device, _CHUNK_BYTES_ELSEWHERE), gradient // 4)
         limit = max(_LEAST_ROWS, bound // (words * each))
         # Chunks of a narrow dtype cost the weight's gradient in fp32: so many rows are no larger whole.
         spared = hidden_size * wide.itemsize // each * is_narrow

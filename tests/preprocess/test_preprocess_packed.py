@@ -258,6 +258,20 @@ def test_parts_that_do_not_belong_together_are_refused_at_open(tmp_path, changed
         PackedSamples(write_parts(tmp_path, **(parts | changed)))
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"labels": [[5, 6, -1]]}, r"labels_document: sequence 0 holds -1, .*not trained are -100\)"),
+        ({"input_ids": [[5, -6, 7]]}, "input_ids_document: sequence 0 holds -6, which is no token id"),
+    ],
+)
+def test_a_negative_id_is_refused_where_it_is_read(tmp_path, changed, told):
+    """A label of -1 would be counted as trained, and no word would be its target."""
+    parts = {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 1, 1]], "labels": [[-100, 6, 7]]}
+    with pytest.raises(UserError, match=told):
+        PackedSamples(write_parts(tmp_path, **(parts | changed)))[0]
+
+
 def test_a_missing_part_is_named(tmp_path):
     with pytest.raises(UserError, match=r"foreign_packed_attention_mask_document\.idx is missing"):
         PackedSamples(write_parts(tmp_path, input_ids=[[1]]))

@@ -58,11 +58,10 @@ class PackedSamples:
         labels = np.full(length, IGNORE_INDEX, np.int32)
         labels[:-1] = self._labels.sequence(index)[1:length]
         labels[ends - 1] = IGNORE_INDEX
-        return Sample(
-            self._input_ids.sequence(index)[:length].astype(np.int32),
-            labels,
-            tuple(np.diff(ends, prepend=0).tolist()),
-        )
+        input_ids = self._input_ids.sequence(index)[:length].astype(np.int32)
+        _refuse_negative(self._input_ids, index, input_ids)
+        _refuse_negative(self._labels, index, labels[labels != IGNORE_INDEX])
+        return Sample(input_ids, labels, tuple(np.diff(ends, prepend=0).tolist()))
 
     def doc_lens(self, index: int) -> tuple[int, ...]:
         """The documents of a sequence; of its three parts only the mask is read for it."""
@@ -94,6 +93,15 @@ class PackedSamples:
             UserError: an id is negative, or ``vocab_size`` or more.
         """
         self._input_ids.check_ids(vocab_size)
+
+
+def _refuse_negative(reader: IndexedReader, index: int, ids: np.ndarray) -> None:
+    """A target that is neither a word nor the mark of what is not trained would count as trained."""
+    if len(ids) and int(ids.min()) < 0:
+        raise UserError(
+            f"{reader.prefix}: sequence {index} holds {int(ids.min())}, which is no token id (labels that "
+            f"are not trained are {IGNORE_INDEX}); preprocess again"
+        )
 
 
 def without_suffix(prefix: Path) -> Path:
