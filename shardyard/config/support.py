@@ -171,6 +171,11 @@ FEATURES: dict[str, Feature] = {
         "model.attn_implementation",
         lambda c, _: c.model.attn_implementation not in (None, BUILT_IN_ATTENTION),
     ),
+    "attention_kernel": Feature(
+        "use_flash_attn by name, other than lean",
+        "optimization.use_flash_attn",
+        lambda c, _: c.optimization.use_flash_attn not in ("auto", True, False, "lean"),
+    ),
     "one_document": Feature(
         "one document per forward (families not measured to keep packed ones apart)",
         "model.model_name_or_path",
@@ -218,6 +223,10 @@ _FOREIGN = Verdict(
     "refused",
     "only the built-in attention knows which part of a sequence a rank has; leave attn_implementation out",
 )
+_MERGED = Verdict(
+    "refused",
+    "blocks of one softmax are merged, for which the built-in kernel is; take auto, or cp_type ulysses",
+)
 _DROPOUT = Verdict("refused", "blocks of one softmax would drop different weights; use cp_type ulysses")
 _KEPT_WHOLE = (
     "the gradients of all micro-batches are added up, whole, until the last one, so nothing would be saved"
@@ -245,6 +254,8 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("one_document", "cp-ring"): _ALONE,
     ("one_document", "cp-kvallgather"): _ALONE,
     **{("attn_implementation", axis): _FOREIGN for axis in ("tp", "cp-ulysses", "cp-ring", "cp-kvallgather")},
+    ("attention_kernel", "cp-ring"): _MERGED,
+    ("attention_kernel", "cp-kvallgather"): _MERGED,
     ("sliding_window", "cp-ring"): Verdict(
         "refused", "blocks of a ring would need a window's masks; use cp_type ulysses or kvallgather"
     ),

@@ -68,6 +68,7 @@ ASK: dict[str, dict[str, Any]] = {
         "data.eval_dataset": "other",
     },
     "attn_implementation": {"model.attn_implementation": "sdpa"},
+    "attention_kernel": {"optimization.use_flash_attn": "flex"},
     "one_document": {"model_type": "mamba"},
     "sliding_window": {"sliding_window": 8},
     "attention_dropout": {"attention_dropout": 0.1},
