@@ -132,6 +132,23 @@ def test_entries_that_are_none_are_refused(entry, fault):
         group_rules(training_with(entry))
 
 
+@pytest.mark.parametrize(
+    "pattern", ["a", "*", "a?.{*}.b", "{0-3}", "{3-0}", "{}", "{a}", "{0,1}", "{0-}", "a{", "}", "{*}}"]
+)
+def test_a_pattern_is_read_as_it_is_matched(pattern):
+    """The settings are read without torch, by an expression of their own."""
+    from shardyard.parallel import matches
+
+    training = training_with({"patterns": pattern, "lr_scale": 2.0})
+    try:
+        matches(pattern, "x")
+    except UserError:
+        with pytest.raises(ValueError, match="braces hold"):
+            group_rules(training)
+    else:
+        assert group_rules(training)[0].patterns == (pattern,)
+
+
 def test_a_rate_of_its_own_needs_one_to_scale():
     training = TrainingConfig(output_dir="x", lr=0.0, parameter_groups=({"patterns": ["a"], "lr": 1.0},))
     with pytest.raises(ValueError, match=r"goes by training.lr, and that is 0|training.lr is 0"):
