@@ -171,8 +171,9 @@ def _kind_of(module: Any) -> AttentionKind:
 
 def _drops(module: Any) -> bool:
     """Whether it drops out probabilities; families have the rate, or a module with it."""
-    rates = (getattr(module, name, None) for name in ("attention_dropout", "attn_dropout"))
-    return any((rate.p if isinstance(rate, nn.Dropout) else rate or 0) > 0 for rate in rates)
+    found = (getattr(module, name, None) for name in ("attention_dropout", "attn_dropout"))
+    rates = (getattr(rate, "p", rate) for rate in found)
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 def _example(site: Site, situation: Situation) -> Example:
