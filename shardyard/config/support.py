@@ -279,6 +279,13 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ),
     ("in_backward", "accumulation"): Verdict("refused", _KEPT_WHOLE),
     ("in_backward", "pp"): Verdict("refused", _KEPT_WHOLE),
+    ("in_backward", "token_budget"): Verdict(
+        "no effect", f"in steps of more than one micro-batch {_KEPT_WHOLE}"
+    ),
+    ("in_backward", "one_document"): Verdict(
+        "no effect",
+        "each document has a forward of its own, and the gradients of all are added up whole",
+    ),
     ("in_backward", "whole_optimizer"): Verdict(
         "refused", "it steps many parameters together, over ranks; take adamw or lion"
     ),
