@@ -102,10 +102,16 @@ class LossHead:
         return layer(hidden, targets, how)
 
     def difference(self, layer: nn.Module, hidden: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Of our logits to the family's ``own`` [1, T, V/n], fp32 []: the worst row's, relative to it."""
+        """Of our logits to the family's ``own`` [1, T, V/n], fp32 []: the worst row's, relative to it.
+
+        Rows that `amplified` took out of fp16's range, in both, say nothing.
+        """
         own = own.float()
         ours = self.tail(layer(hidden).float())
-        return ((ours - own).abs().amax(-1) / own.abs().amax(-1).clamp_min(1e-12)).max()
+        worst = (ours - own).abs().amax(-1) / own.abs().amax(-1).clamp_min(1e-12)
+        silent = ~(own.isfinite().all(-1) | ours.isfinite().all(-1))
+        silent[:, 0] = False  # the first is as it came
+        return worst.masked_fill(silent, 0.0).max()
 
 
 def _take_targets(layer: nn.Linear) -> None:

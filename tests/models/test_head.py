@@ -197,3 +197,27 @@ def test_terms_are_those_of_the_formulas_and_validation_has_none(ranks, tmp_path
     for ours, validation in found:
         assert ours == pytest.approx(trained, rel=1e-5)
         assert validation == pytest.approx(plain, rel=1e-5)
+
+
+def test_what_amplifying_takes_out_of_fp16_is_no_difference():
+    """Hidden states of 1000 are none in fp16 any more at 2^7 times; the other rows still compare."""
+    import torch
+
+    from shardyard.models.head import LossHead, LossOptions, amplified
+    from shardyard.ops.linear_cross_entropy import Tail
+
+    layer = torch.nn.Linear(2, 3, bias=False, dtype=torch.float16)
+    torch.nn.init.constant_(layer.weight, 0.5)
+    hidden = torch.tensor([1000.0, 1.0], dtype=torch.float16).expand(1, 8, 2)
+
+    def difference(factor: float, first: float = 1.0) -> float:
+        head, start = LossHead(Tail(), LossOptions(), None, None), hidden.clone()
+        start[0, 0] *= first
+        with amplified(layer):
+            return head.difference(layer, start, layer(start) * factor).item()
+
+    with amplified(layer):
+        assert not torch.isfinite(layer(hidden)[0, 7]).any()
+    assert difference(1.0) == 0.0
+    assert difference(0.5) == pytest.approx(1.0)
+    assert not difference(1.0, first=1e3) <= 1e-2, "the model's own logits are no numbers"
