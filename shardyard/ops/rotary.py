@@ -129,8 +129,8 @@ def find_rotary(model: nn.Module) -> Found:
             continue
         functions: list[Any] = [forward.__globals__.get(n) for n in called]  # None: a method of that name
         turns = [(n, t) for n, f in zip(called, functions, strict=True) if f and (t := _turn_of(f))]
-        if len(turns) == len(called):
-            sizes = _sizes(module, functions[0], turns[0][1])
+        sizes = _sizes_or_none(module, functions[0], turns[0][1]) if len(turns) == len(called) else None
+        if sizes is not None:
             sites.append(Site(name, module, RotaryKind(tuple(turns), *sizes)))
         elif not strangers:
             strangers.append(f"{name} ({type(module).__name__}) turns positions in a way of its own")
@@ -189,6 +189,14 @@ def _tried(function: Callable[..., Any], *arguments: Tensor) -> Any:
 def _leaves_the_rest(function: Callable[..., Any]) -> bool:
     """Whether it takes whole heads where a part is turned, or that part, which its caller has split off."""
     return _tried(function, *_samples(12, 8)) is not None
+
+
+def _sizes_or_none(*arguments: Any) -> tuple[int, int, int, int] | None:
+    """`_sizes`; None of a config that does not say them: some families have one for each layer."""
+    try:
+        return _sizes(*arguments)
+    except Exception:
+        return None
 
 
 def _sizes(module: Any, function: Callable[..., Any], turn: Turn) -> tuple[int, int, int, int]:

@@ -111,6 +111,21 @@ def test_a_part_that_the_attention_splits_off_is_tried_alone() -> None:
     assert fault_of(ROTARY, ROTARY.implementations[0], site, here) is None
 
 
+class _PerLayer:
+    """A config that raises where its layers differ, as those of some families do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise LookupError(f"{name} varies across layers")
+
+
+def test_a_config_that_does_not_say_the_sizes_leaves_the_family_s_own_code() -> None:
+    model: Any = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    model.model.layers[0].self_attn.config = _PerLayer()
+    found = find_rotary(model)
+    assert [site.name for site in found.sites] == ["model.layers.1.self_attn"]
+    assert found.strangers[0].startswith("model.layers.0.self_attn ")
+
+
 def _queries_alone(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
     """Of a family whose layers share keys."""
     if k is None:
