@@ -35,13 +35,16 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Lever:
-    """Words that pull it and words that do not; ``tolerance`` None: the loss is another one."""
+    """Words that pull it and words that do not; ``tolerance`` None: the loss is another one; ``watched``:
+    whether its living tensors can be followed.
+    """
 
     name: str
     pulled: str
     left: str
     tolerance: float | None = ROUNDING
     ranks: int = 1
+    watched: bool = True
 
 
 def _one(name: str, key: str, pulled: str = "true", left: str = "false", **rest: Any) -> Lever:
@@ -77,8 +80,8 @@ LEVERS = (
         left="training.optimizer_in_backward=false training.max_grad_norm=0",
     ),
     _one("step-in-backward-clipped", "training.optimizer_in_backward", "two_pass"),
-    _one("compile-block", "optimization.compile", "block", "none", tolerance=1e-4),
-    _one("compile-model", "optimization.compile", "model", "none", tolerance=1e-4),
+    _one("compile-block", "optimization.compile", "block", "none", tolerance=1e-4, watched=False),
+    _one("compile-model", "optimization.compile", "model", "none", tolerance=1e-4, watched=False),
     _one("bf16", "parallel.param_dtype", "bf16", "fp32", tolerance=5e-2),
     _one("fp16", "parallel.param_dtype", "fp16", "fp32", tolerance=5e-2),
     _one("muon", "training.optimizer", "muon", "adamw", tolerance=None),
@@ -128,7 +131,7 @@ def measure(
     parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str], lever: Lever
 ) -> tuple[list[str], bool]:
     """A row of the table, and whether the losses are as equal as they must be."""
-    steps = options.warm_up + options.steps + 1  # the last one is watched
+    steps = options.warm_up + options.steps + lever.watched  # the last one is watched
     with tempfile.TemporaryDirectory() as folder:
         entries = []
         for side, own in (("with", lever.pulled), ("without", lever.left)):
@@ -138,7 +141,8 @@ def measure(
             except UserError as error:
                 return _refused(lever, str(error)), True
             threads = max(1, options.threads // lever.ranks)
-            entries.append(ours(words, threads, f"{lever.name}, {side}", ranks=lever.ranks, watch_last=True))
+            name = f"{lever.name}, {side}"
+            entries.append(ours(words, threads, name, ranks=lever.ranks, watch_last=lever.watched))
         try:
             pulled, left = compete(entries, steps=steps, warm_up=options.warm_up)
         except Refused as refusal:  # found when the run was built
@@ -147,11 +151,13 @@ def measure(
 
 
 def _row(lever: Lever, pulled: Result, left: Result) -> tuple[list[str], bool]:
-    live, other = pulled.live_bytes or 0, left.live_bytes or 1
+    live, other = pulled.live_bytes, left.live_bytes
     apart = largest_loss_difference(pulled, left)
     row = [
-        lever.name, f"{pulled.tokens_per_second / left.tokens_per_second:.2f} x", f"{live / other:.2f} x",
-        f"{pulled.peak_bytes / left.peak_bytes:.2f} x", f"{live / MIB:.0f} / {other / MIB:.0f}",
+        lever.name, f"{pulled.tokens_per_second / left.tokens_per_second:.2f} x",
+        f"{live / other:.2f} x" if live and other else "",
+        f"{pulled.peak_bytes / left.peak_bytes:.2f} x",
+        f"{live / MIB:.0f} / {other / MIB:.0f}" if live and other else "",
         f"{apart:.1e}", "another" if lever.tolerance is None else f"{lever.tolerance:.0e}",
     ]  # fmt: skip
     return row, lever.tolerance is None or apart <= lever.tolerance

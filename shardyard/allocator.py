@@ -16,7 +16,7 @@ from collections.abc import MutableMapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _OWN_MEMORY_FROM = 6 * 2**20
-"""Bytes from which a tensor has memory of its own: three huge pages. Smaller ones are half made of small pages,
+"""Bytes from which a tensor has memory of its own: three huge pages. Smaller ones are up to half small pages,
 whose faults cost a tenth of a pretraining step."""
 _NEVER = 2**31 - 1
 _USERS_CHOICES = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")

@@ -46,7 +46,7 @@ class Checked:
         """Report at the first of ``paths`` that the user set, unless one of them has a fault already."""
         if not self.notes.faulty_paths().intersection(paths):
             shown = next((path for path in paths if path in self.places), paths[0])
-            self.notes.fault(self.places.get(shown, Place()), shown, text)
+            self.notes.fault(self.places.get(shown, Place()), shown, text.removeprefix(f"{shown} "))
 
     def warn(self, path: str, text: str) -> None:
         self.notes.warn(self.places.get(path), path, text)

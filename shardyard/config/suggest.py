@@ -37,8 +37,25 @@ _OTHER_NAMES = {
     "data_path": "data.dataset",
     "flash_attn": "optimization.use_flash_attn",
     "resume": "training.resume_from_checkpoint",
+    "bf16": "parallel.param_dtype",
+    "fp16": "parallel.param_dtype",
+    "mixed_precision": "parallel.param_dtype",
+    "torch_compile": "optimization.compile",
+    "use_liger_kernel": "optimization.use_fused_rmsnorm",
+    "sequence_len": "data.cutoff_len",
+    "sample_packing": "data.packing",
 }
 """Names of the same thing in neighbouring systems."""
+
+_NO_ADAPTERS = "all weights are trained, but for those of model.freeze: leave it out"
+_NOT_HERE = {
+    **dict.fromkeys(
+        ("finetuning_type", "adapter", "lora", "lora_rank", "lora_alpha", "lora_target"), _NO_ADAPTERS
+    ),
+    "report_to": "the log and metrics.jsonl in training.output_dir are what is written: leave it out",
+    "deepspeed": "FSDP2 shards the model over the ranks (parallel.fsdp_size): leave it out",
+}
+"""What neighbouring systems have and this one does not, and what there is instead."""
 
 _BY_KEY = {path.split(".")[1]: path for path in FIELDS}
 
@@ -47,6 +64,8 @@ def suggest(path: str) -> str:
     """``; did you mean parallel.recompute?`` for an unknown ``path``, or an empty text if nothing is near."""
     section, _, key = path.strip("-: ").rpartition(".")
     key = key.lower().replace("-", "_")
+    if key in _NOT_HERE:
+        return f"; {_NOT_HERE[key]}"
     near_section = (
         section if section in SECTIONS else (get_close_matches(section, SECTIONS, 1, 0.7) or [""])[0]
     )

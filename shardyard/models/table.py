@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardyard.config import TrainingConfig
 from shardyard.device import ProcessGroup
 from shardyard.models.build import BuiltModel
 from shardyard.parallel import Meshes, local
@@ -17,8 +18,8 @@ def startup_table(
     built: BuiltModel,
     meshes: Meshes,
     group: ProcessGroup,
-    optimizer: torch.optim.Optimizer,
     export_dtype: torch.dtype,
+    training: TrainingConfig,
     *,
     state_bytes: int | None = None,
 ) -> list[str]:
@@ -28,23 +29,26 @@ def startup_table(
     layout, model = meshes.layout, built.model
     parameters = list(model.parameters())
     held = sum(map(_bytes, parameters))
-    grads = sum(_bytes(p) for p in parameters if p.requires_grad)
+    trained = sum(_bytes(p) for p in parameters if p.requires_grad)
+    grads = 0 if training.optimizer_in_backward else trained
     repeated = sum(_bytes(p) for p in parameters if _is_sharded(p, meshes))
     leads_stage = group.rank % (layout.world_size // layout.pp) == 0
     counted = list(_counted_here(model)) if leads_stage else []
     sizes = [sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)]
-    kept = 2 * grads if state_bytes is None else state_bytes
+    kept = 2 * trained if state_bytes is None else state_bytes
     rows = group.gather([held, grads, kept, repeated, *sizes])
     total, trainable = (int(count) for count in rows[:, 4:].sum(0))
     held, grads, kept, repeated = max(rows[:, :4].long().tolist(), key=lambda row: sum(row[:3]))
     most = "" if bool((rows[:, :3] == rows[0, :3]).all()) else ", on the rank that holds most"
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    of_state = dtypes if training.optimizer_state_dtype == "fp32" else training.optimizer_state_dtype
     lines = [
         ("parameters", f"{total:,}"),
         ("trainable", f"{trainable:,}"),
         (
             "bytes per rank",
-            f"{_mib(held)} parameters, {_mib(grads)} gradients, {_mib(kept)} optimizer{most}",
+            f"{_mib(held)} parameters, {_mib(grads) if grads else 'a unit at a time of'} gradients, "
+            f"{_mib(kept)} optimizer{most}",
         ),
     ]
     if layout.dp_replicate > 1:
@@ -61,7 +65,7 @@ def startup_table(
         ("dtype of storage", dtypes),
         ("dtype of compute", _name(built.precision.compute)),
         ("dtype of reduction", _name(built.precision.reduce)),
-        ("dtype of optimizer", f"{dtypes} ({type(optimizer).__name__})"),
+        ("dtype of optimizer", f"{of_state} ({training.optimizer})"),
         ("dtype of export", _name(export_dtype)),
     ]
     return [f"{name:<22}{value}" for name, value in lines]

@@ -143,7 +143,8 @@ def _train(
     _agree(group, "in use", lambda: refuse_if_in_use(output_dir))
     resume_from = _agree(group, "output_dir", lambda: look_at_output_dir(config))
     if _agree(group, "complete", lambda: nothing_left(config, resume_from, group.world_size)):
-        logger.info("nothing to do: %s is the end of this run, and its model is exported", resume_from)
+        exported = ", and its model is exported" if config.training.save_hf_weights else ""
+        logger.info("nothing to do: %s is the end of this run%s", resume_from, exported)
         group.leave_together()  # no collective has waited for the others
         return 0
     parts = _build(loaded, layout, device, group, convert)
@@ -204,8 +205,11 @@ def _build(
     logger.info("> Building Optimizer...")
     optimizer = build_optimizer(built.model, config.training, meshes)
     exporter = Exporter(config, built, tokenizer)
-    state = state_bytes_here(optimizer)
-    log_lines(startup_table(built, meshes, group, optimizer, exporter.dtype, state_bytes=state))
+    log_lines(
+        startup_table(
+            built, meshes, group, exporter.dtype, config.training, state_bytes=state_bytes_here(optimizer)
+        )
+    )
     log_lines(group_report(built.model, config.training, meshes, group))
     log_lines(operator_lines(built.operators))
     if built.unpacked:

@@ -131,6 +131,9 @@ def test_negative_numbers_are_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
+        (["--training.report_to", "wandb"], "training.report_to: unknown key; the log and metrics.jsonl in"),
+        (["--model.lora_rank", "8"], "model.lora_rank: unknown key; all weights are trained, but for"),
+        (["--training.bf16"], "training.bf16: unknown key; did you mean parallel.param_dtype?"),
         (["--training.save_s", "7"], "training.save_s: unknown key; did you mean training.save_steps?"),
         (["--parallel.lr", "7"], "parallel.lr: unknown key; did you mean training.lr?"),
         (["lr=7"], "lr: unknown key; did you mean training.lr?"),

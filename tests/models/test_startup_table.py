@@ -10,13 +10,15 @@ from support.models import write_tiny_model
 from support.training import Recipe, build_step
 
 
-def rank_of_table(folder: Path, recipe: Recipe) -> dict[str, str]:
+def rank_of_table(folder: Path, recipe: Recipe, **training: Any) -> dict[str, str]:
     import torch
 
+    from shardyard.config import TrainingConfig
     from shardyard.models.table import startup_table
 
     built, step, meshes = build_step(folder, recipe)
-    lines = startup_table(built, meshes, step.group, step.optimizer, torch.float32)
+    settings = TrainingConfig(output_dir="o", **training)
+    lines = startup_table(built, meshes, step.group, torch.float32, settings)
     return {line[:22].rstrip(): line[22:] for line in lines}
 
 
@@ -67,3 +69,12 @@ def test_counts_and_bytes(
     assert ("hybrid sharding" in table) == (more is not None)
     if more is not None:
         assert f" cost each rank {_mib(more)} of parameters more" in table["hybrid sharding"]
+
+
+def test_a_step_in_the_backward_keeps_no_gradients_and_the_state_s_dtype_is_told(
+    ranks: Any, large: Path
+) -> None:
+    words = {"optimizer_in_backward": True, "optimizer_state_dtype": "bf16"}
+    table = ranks.run(1, rank_of_table, large, Recipe(), **words)[0]
+    assert " a unit at a time of gradients, " in table["bytes per rank"]
+    assert table["dtype of optimizer"] == "bf16 (adamw)"
