@@ -50,6 +50,7 @@ def check(argv: Sequence[str]) -> int:
         return 0
     loaded = load_config(words)
     _check_template(loaded.config)
+    _check_datasets(loaded.config)
     layout = _check_layout(loaded, world_size)
     operators = _operators(loaded.config) if with_operators else []
     print(format_table(loaded.config, loaded.origins))
@@ -70,6 +71,16 @@ def _check_template(config: Config) -> None:
         find_template(name, config.data.tool_format)
 
 
+def _check_datasets(config: Config) -> None:
+    """Raise UserError for an entry of data.dataset or data.eval_dataset with a key or value that is none."""
+    from shardyard.data.sources.registry import check_datasets  # no torch
+
+    data = config.data
+    for dataset in (data.dataset, data.eval_dataset):
+        if data.data_manager_type == "lf":
+            check_datasets(dataset, data.dataset_dir)
+
+
 def _missing_paths(config: Config) -> list[str]:
     """Paths of the configuration that this machine does not have; the run may take place on another."""
     named = {
@@ -77,6 +88,7 @@ def _missing_paths(config: Config) -> list[str]:
         "model.config_name_or_path": [config.model.config_name_or_path],
         "model.tokenizer_name_or_path": [config.model.tokenizer_name_or_path],
         "data.dataset": config.data.dataset_names,
+        "training.resume_from_checkpoint": [config.training.resume_from_checkpoint],
     }
     return [
         f"{key}: {name} does not exist on this machine"

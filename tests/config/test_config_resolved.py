@@ -149,6 +149,35 @@ def test_every_field_has_a_meaning_in_both_languages() -> None:
         assert any("\u4e00" <= char <= "\u9fff" for char in chinese(path)), path
 
 
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"file_name": "x.json", "formating": "sharegpt"}, r"unknown key 'formating'.*formatting"),
+        (
+            {"file_name": "x.json", "formatting": "sharegpt2"},
+            r"data\.dataset\.formatting: 'sharegpt2' is not one",
+        ),
+        ("alpaca_fulll", r"'alpaca_fulll' is neither a file nor a name in .*dataset_info\.json.*alpaca_full"),
+        ("broken", r"dataset_info\.json: broken.*unknown key 'colums'"),
+    ],
+)
+def test_check_refuses_an_entry_that_a_run_would_refuse(
+    tmp_path: Path, dataset: object, message: str
+) -> None:
+    entries = {"alpaca_full": {"file_name": "a.json"}, "broken": {"file_name": "b.json", "colums": {}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+    words = [
+        f"data.dataset={dataset if isinstance(dataset, str) else json.dumps(dataset)}",
+        f"data.dataset_dir={tmp_path}",
+        "training.output_dir=o",
+    ]
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {model_name_or_path: m}")
+    with pytest.raises(UserError, match=message):
+        check([str(path), *words])
+    assert check([str(path), "data.dataset=alpaca_full", *words[1:]]) == 0  # whose file may be elsewhere
+
+
 CHECK = "import sys; from shardyard.cli.check import check; code = check(sys.argv[1:]); "
 
 
@@ -163,7 +192,7 @@ def test_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
 def test_check_answers_in_half_a_second(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(TEXT, encoding="utf-8")
-    words = [str(path), "model.model_name_or_path=m", "training.output_dir=o"]
+    words = [str(path), "model.model_name_or_path=m", "training.output_dir=o", "data.dataset=x.json"]
     fastest = float("inf")
     for _ in range(5):  # of a processor: the machine may be busy with other work
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

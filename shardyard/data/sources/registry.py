@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,45 @@ def resolve_datasets(
         UserError: nothing given, an unknown name or key, a file that is missing, empty or of a type that is
             not read, a folder or glob with no such file or with several types, a download that fails.
     """
-    items: list[Any]
-    if isinstance(dataset, str):
-        items = [part.strip() for part in dataset.split(",") if part.strip()]
-    elif isinstance(dataset, Mapping):
-        items = [dataset] if dataset else []
-    else:
-        items = list(dataset or [])
+    items = _items(dataset)
     if not items:
         raise UserError(
             "data.dataset: nothing to train on; name a dataset, a file, or {file_name: train.jsonl}"
         )
     places = _places(dataset_dir, tokens or {}, cache_dir)
     return [_resolve(item, places) for item in items]
+
+
+def check_datasets(dataset: Item | Sequence[Item] | None, dataset_dir: str) -> None:
+    """Check entries and names as `resolve_datasets` does, as far as this machine shows them: no file has to
+    be there, and nothing is downloaded.
+
+    Raises:
+        UserError: as `resolve_datasets` does.
+    """
+    is_local = dataset_dir != _ONLINE and not dataset_dir.startswith(_REMOTE)
+    registry = Path(dataset_dir).expanduser() / REGISTRY
+    known = _read_registry(registry, str(registry)) if is_local and registry.is_file() else {}
+    for item in _items(dataset):
+        if isinstance(item, Mapping):
+            check_entry(item, "data.dataset")
+        elif item in known:
+            check_entry(known[item], f"{registry}: {item}")
+        elif known and not locate(item, registry.parent) and not is_path(item):
+            raise UserError(_unknown(item, known, str(registry)))
+
+
+def _items(dataset: Item | Sequence[Item] | None) -> list[Any]:
+    if isinstance(dataset, str):
+        return [part.strip() for part in dataset.split(",") if part.strip()]
+    if isinstance(dataset, Mapping):
+        return [dataset] if dataset else []
+    return list(dataset or [])
+
+
+def _unknown(item: str, known: Mapping[str, Any], registry: str) -> str:
+    hint = suggestion(item, known) if known else " (there is no such file)"
+    return f"data.dataset: {item!r} is neither a file nor a name in {registry}{hint}"
 
 
 def _places(dataset_dir: str, tokens: Mapping[str, str | None], cache_dir: str | None) -> _Places:
@@ -110,8 +136,7 @@ def _resolve(item: Any, places: _Places) -> DatasetEntry:
         return _entry(places.known[item], item, f"{places.registry}: {item}", places, registered=True)
     if locate(item, places.folder) or is_path(item):
         return _entry({"file_name": item}, item, "data.dataset", places)
-    hint = suggestion(item, places.known) if places.known else " (there is no such file)"
-    raise UserError(f"data.dataset: {item!r} is neither a file nor a name in {places.registry}{hint}")
+    raise UserError(_unknown(item, places.known, places.registry))
 
 
 def _read_registry(registry: Path, label: str) -> dict[str, Any]:
@@ -129,10 +154,17 @@ def _read_registry(registry: Path, label: str) -> dict[str, Any]:
 
 
 def _entry(given: Any, name: str, where: str, places: _Places, *, registered: bool = False) -> DatasetEntry:
-    """Check one entry's keys and find its files; ``where`` is where it stands, for messages."""
+    """Check one entry and find its files; ``where`` is where it stands, for messages."""
+    checked_entry = check_entry(given, where)
+    files = _files(given, _source(given, where), where, places, registered)
+    return replace(checked_entry, name=name, files=files)
+
+
+def check_entry(given: Any, where: str) -> DatasetEntry:
+    """An entry without name and files, its keys and values checked."""
     if not isinstance(given, Mapping):
         raise UserError(f"{where}: an entry must be a mapping, found {type(given).__name__}")
-    source = _source(given, where)
+    _source(given, where)
     formatting = given.get("formatting") or "alpaca"
     if formatting not in FORMATS:
         raise UserError(f"{where}.formatting: {formatting!r} is not one of {', '.join(FORMATS)}")
@@ -149,8 +181,8 @@ def _entry(given: Any, name: str, where: str, places: _Places, *, registered: bo
     if ranking:
         columns = _with_pair(columns, named_columns or {}, where)
     return DatasetEntry(
-        name=name,
-        files=_files(given, source, where, places, registered),
+        name="",
+        files=(),
         formatting=formatting,
         columns=columns,
         tags=tags,
