@@ -80,7 +80,7 @@ def read_checkpoint(
             {key: value for key, value in each.items() if not anew.concerns(key)}
             for each in (tensors, wanted, held)
         )
-    peers.agree(what, lambda: _compare(path, wanted, held))
+    peers.agree(what, lambda: _compare(wanted, held))
     try:
         dcp.load(tensors, storage_reader=SafeReader(path), process_group=peers.group, no_dist=peers.alone)
     except dcp.api.CheckpointException as error:
@@ -96,7 +96,7 @@ def _saved_tensors(path: Path) -> dict[str, Any]:
     return {key: (tuple(entry.size), entry.properties.dtype) for key, entry in entries.items()}
 
 
-def _compare(path: Path, wanted: dict[str, Any], held: dict[str, Any]) -> None:
+def _compare(wanted: dict[str, Any], held: dict[str, Any]) -> None:
     missing, foreign = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
     other = sorted(key for key in wanted.keys() & held.keys() if wanted[key] != held[key])
     faults = [
@@ -112,4 +112,6 @@ def _compare(path: Path, wanted: dict[str, Any], held: dict[str, Any]) -> None:
         only_state = all(key.startswith("optimizer.") for key in (*missing, *foreign, *other))
         hint = "; training.optimizer and what model.freeze leaves to train have to be the same, as has "
         hint = f"{hint}training.optimizer_state_dtype" if only_state else ""
-        raise UserError(f"{path} was written by another model or set-up: tensors {', '.join(faults)}{hint}")
+        raise UserError(
+            f"it was written by another model or set-up: of the tensors {', '.join(faults)}{hint}"
+        )

@@ -64,12 +64,12 @@ def test_what_was_frozen_then_is_said_where_only_moments_differ() -> None:
         UserError,
         match=r"1 missing \(such as optimizer.b.exp_avg\); training.optimizer and what model.freeze",
     ):
-        _compare(Path("run"), weights | moments, weights | fewer)
+        _compare(weights | moments, weights | fewer)
     with pytest.raises(
         UserError,
         match=r"1 unknown to it \(such as optimizer.b.exp_avg\); training.optimizer and what model.freeze",
     ):
-        _compare(Path("run"), weights | fewer, weights | moments)
+        _compare(weights | fewer, weights | moments)
     with pytest.raises(UserError) as caught:
-        _compare(Path("run"), weights | moments, {"model.a": fact} | moments)
+        _compare(weights | moments, {"model.a": fact} | moments)
     assert "model.freeze" not in str(caught.value)

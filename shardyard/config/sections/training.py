@@ -319,6 +319,7 @@ class TrainingConfig(Section):
         "With param_dtype fp16: the factor on the loss at the first step, which then moves by itself.",
         "param_dtype 为 fp16 时损失的初始放大系数，之后自动调整。",
         gt=0,
+        le=1e38,
     )
     fp16_growth_interval: int = setting(
         2000,
