@@ -71,8 +71,12 @@ class Trainer:
             closing(self.store),
         ):
             self._begin_validation()
-            if not self._stops_early():
-                self._run_updates()
+            try:
+                if not self._stops_early():
+                    self._run_updates()
+            except KeyboardInterrupt:
+                self._tell_what_is_saved()
+                raise
             if self.interrupted is None:
                 self._conclude()
             self._settle()
@@ -142,6 +146,14 @@ class Trainer:
             "training.resume_from_checkpoint: latest",
             self.interrupted.name, self.state.step, self.schedule.total,
         )  # fmt: skip
+
+    def _tell_what_is_saved(self) -> None:
+        """After Ctrl-C, which waits for nothing."""
+        saved = 0 if self.training.save_only_model else self.saver.saved_at
+        go_on = f"step {saved} is saved; go on with training.resume_from_checkpoint: latest"
+        logger.warning(
+            "interrupted after step %d; %s", self.state.step, go_on if saved > 0 else "no step is saved"
+        )
 
     def _tell(self, record: StepRecord | None) -> None:
         if self.observe is not None:

@@ -30,11 +30,30 @@ def signalled_rank(folder: Path, words: list[str], step: int, victim: int, numbe
     return rank_of_run(folder, "signalled", "first", words, None)
 
 
+def interrupted_rank(folder: Path, words: list[str], step: int) -> tuple[bool, str]:
+    """Whether Ctrl-C in ``step`` came through, and what the log says last."""
+    try:
+        signalled_rank(folder, words, step, 0, signal.SIGINT)
+    except KeyboardInterrupt:
+        return True, (folder / "signalled.first.0.log").read_text()
+    return False, ""
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Path:
     folder = write_workspace(tmp_path_factory.mktemp("signals"))
     write_numbered(folder / "rows.jsonl", range(12))
     return folder
+
+
+@pytest.mark.parametrize(("step", "says"), [(2, "no step is saved"), (7, "step 5 is saved; go on with")])
+def test_ctrl_c_says_what_is_saved(workspace, ranks, step, says):
+    shutil.rmtree(workspace / "signalled", ignore_errors=True)
+    words = ["--training.per_device_train_batch_size", "4", "--training.save_steps", "5"]
+    arguments = (workspace, words, step)
+    (found,) = ranks.run(1, interrupted_rank, *arguments, init_process_group=False, timeout_s=TIMEOUT_S)
+    came_through, log = found
+    assert came_through and f"interrupted after step {step - 1}; {says}" in log
 
 
 WORDS = ["--training.per_device_train_batch_size", "2", "--training.save_steps", "5"]
