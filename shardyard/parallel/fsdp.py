@@ -30,6 +30,7 @@ from shardyard.parallel.meshes import Meshes
 from shardyard.parallel.ownership import local
 from shardyard.parallel.patterns import matches, select_modules
 from shardyard.parallel.pipeline.stages import Stage
+from shardyard.parallel.recompute import tensors_alone
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -93,6 +94,10 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     _sum_gradients(model)
     use_in_place(model)
     set_prefetch(model, groups, parallel)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # FSDP hands on new tensors in a forward, and the same ones where it is recomputed.
+            module.register_forward_pre_hook(tensors_alone, with_kwargs=True)
 
 
 def _ignored_blocks(model: nn.Module, parallel: ParallelConfig, meshes: Meshes) -> Blocks:

@@ -45,8 +45,13 @@ def apply_recompute(model: nn.Module, parallel: ParallelConfig) -> None:
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Inputs go in as they come again in the backward: tensors alone, without what others noted on them."""
-    bare = [_bare(value) for value in args]
-    return checkpoint(forward, *bare, **{name: _bare(value) for name, value in kwargs.items()}, **options)
+    args, kwargs = tensors_alone(None, args, kwargs)
+    return checkpoint(forward, *args, **kwargs, **options)
+
+
+def tensors_alone(_: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of a module without what others noted on their tensors (ops/norm_linear.py)."""
+    return tuple(map(_bare, args)), {name: _bare(value) for name, value in kwargs.items()}
 
 
 def _bare(value: Any) -> Any:

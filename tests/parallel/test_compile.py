@@ -42,10 +42,17 @@ def references(ranks, folders):
 
     def reference(family: str) -> Outcome:
         if family not in found:
-            found[family] = ranks.run(1, train_rows, folders[family], make_rows(), reference_of("plain"))[0]
+            found[family] = ranks.run(
+                1, train_rows, folders[family], make_rows(), _calm(reference_of("plain"))
+            )[0]
         return found[family]
 
     return reference
+
+
+def _calm(recipe: Recipe) -> Recipe:
+    """Adam's first steps divide by the gradient: with less epsilon its rounding is all that is compared."""
+    return replace(recipe, training=recipe.training | {"adam_epsilon": 3e-4})
 
 
 def _assert_equal(ours: Outcome, reference: Outcome) -> None:
@@ -85,7 +92,7 @@ def test_a_compiled_run_has_the_numbers_of_one_eager_process(
     ranks, folders, references, name, family, variant, compiled
 ):
     cell = BY_NAME[name]
-    recipe = replace(recipe_of(cell, variant), compile=compiled)
+    recipe = replace(_calm(recipe_of(cell, variant)), compile=compiled)
     if variant == "all":  # the reference does not clip
         recipe = replace(recipe, training=recipe.training | {"max_grad_norm": 1e9})
     ours = ranks.run(cell.world, train_rows, folders[family], make_rows(), recipe, timeout_s=PATIENCE_S)[0]
@@ -136,7 +143,9 @@ def test_neither_lengths_nor_numbers_of_documents_compile_anew(ranks, folders, m
 @pytest.mark.soak
 @pytest.mark.parametrize(("mode", "recompute"), [("block", False), ("block", True), ("model", False)])
 def test_the_real_compiler_gives_the_numbers_of_eager_code(ranks, folders, references, mode, recompute):
-    recipe = replace(reference_of("plain"), compile=(mode, "inductor"), parallel={"recompute": recompute})
+    recipe = replace(
+        _calm(reference_of("plain")), compile=(mode, "inductor"), parallel={"recompute": recompute}
+    )
     _assert_equal(
         ranks.run(1, train_rows, folders["dense"], make_rows(), recipe, timeout_s=PATIENCE_S)[0],
         references("dense"),

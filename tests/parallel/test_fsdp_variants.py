@@ -34,6 +34,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         2, "dense", {"ignored_modules": ["model.layers.{0-0}.mlp"], "recompute": True, "pp_size": 2},
     ),
     "ignored and offload, PP 2 x FSDP 2": (4, "moe", IGNORED_BESIDE_EXPERTS | OFFLOAD | {"pp_size": 2}),
+    "mlps in units of their own, recomputed, FSDP 2": (
+        2, "dense",
+        {"fsdp_modules": ["model.layers.{*}", "model.layers.{*}.mlp"], "recompute": True},
+    ),
     "rows in pieces, PP 2": (
         2, "dense", {"enable_chunk_batch": True, "chunk_mbs": 3, "recompute": True, "pp_size": 2},
     ),
@@ -68,7 +72,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "offload, FSDP 2 x TP 2": (4, "dense", OFFLOAD | {"tp_size": 2}),
     "offload, EP 2 on FSDP 4": (4, "moe", OFFLOAD | {"ep_size": 2}),
 }  # fmt: skip
-QUICK = {"ignored, FSDP 2 x TP 2", "columns, FSDP 2", "norms in units of their own, FSDP 2"}
+QUICK = {"ignored, FSDP 2 x TP 2", "columns, FSDP 2", "norms in units of their own, FSDP 2",
+         "mlps in units of their own, recomputed, FSDP 2"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

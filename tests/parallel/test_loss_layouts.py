@@ -11,7 +11,8 @@ from support.training import Recipe, largest_relative_difference, make_rows, tra
 
 TOLERANCE = 1e-5
 TRAINING: dict[str, Any] = {
-    "adam_epsilon": 1e-4, "max_grad_norm": 1e9, "z_loss_coef": 0.02, "label_smoothing": 0.1,
+    # Adam's first steps divide by the gradient: with a smaller epsilon its rounding is all that is compared.
+    "adam_epsilon": 3e-4, "max_grad_norm": 1e9, "z_loss_coef": 0.02, "label_smoothing": 0.1,
 }  # fmt: skip
 QUICK = {"FSDP 2 x TP 2": "dense", "PP 2": "moe"}
 VARIANTS: dict[str, dict[str, Any]] = {

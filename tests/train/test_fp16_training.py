@@ -125,7 +125,8 @@ def test_layouts_skip_and_train_alike(ranks, model_zoo, reference, name):
     wanted = reference if family == "dense" else ranks.run(1, fp16_steps, folder, make_rows(), alone)[0]
     every = ranks.run(world, fp16_steps, folder, make_rows(), recipe)
     assert all([step[0] for step in seen] == [step[0] for step in every[0][0]] for seen, _ in every)
-    assert_same(every[0], wanted)
+    # With experts, a token whose choice is nearly even may be sent to another one for a rounding in fp16.
+    assert_same(every[0], wanted, weights=2e-2 if family == "dense" else 5e-2)
 
 
 def balanced(folder, scale):
