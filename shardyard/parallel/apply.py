@@ -12,7 +12,7 @@ from shardyard.device import Device
 from shardyard.parallel.chunks import apply_chunks
 from shardyard.parallel.compile import EAGER, Compilation, apply_compile
 from shardyard.parallel.experts.split import apply_expert_parallel
-from shardyard.parallel.fsdp import apply_fsdp
+from shardyard.parallel.fsdp import apply_fsdp, take_notes_off
 from shardyard.parallel.meshes import Meshes
 from shardyard.parallel.offload import apply_offload
 from shardyard.parallel.recompute import apply_recompute
@@ -44,4 +44,6 @@ def apply_parallelism(
     apply_offload(model, parallel, meshes, device)
     apply_chunks(model, parallel, meshes)
     apply_fsdp(model, parallel, meshes, device)
+    if not compilation:  # compiled code has no operators that leave notes
+        take_notes_off(model)
     return model

@@ -94,9 +94,14 @@ def apply_fsdp(model: nn.Module, parallel: ParallelConfig, meshes: Meshes, devic
     _sum_gradients(model)
     use_in_place(model)
     set_prefetch(model, groups, parallel)
+
+
+def take_notes_off(model: nn.Module) -> None:
+    """Let each unit get tensors without notes: FSDP hands on new tensors in a forward, and the same ones
+    where it is recomputed.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # FSDP hands on new tensors in a forward, and the same ones where it is recomputed.
             module.register_forward_pre_hook(tensors_alone, with_kwargs=True)
 
 
