@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_in_another_precision_tells_no_scale():
         ("parallel: {reduce_dtype: fp16, param_dtype: bf16}", "reduce_dtype: fp16 needs"),
         (
             "parallel: {param_dtype: fp16}\ntraining: {fp16_min_scale: 4, fp16_initial_scale: 2}",
-            "fp16_min_scale is above training.fp16_initial_scale",
+            "fp16_min_scale: is above training.fp16_initial_scale",
         ),
         ("training: {fp16_backoff_factor: 1.0}", "fp16_backoff_factor"),
     ],

@@ -18,7 +18,7 @@ def test_two_ranks_and_a_resume_go_as_one_unbroken_process(ranks, tmp_path):
     leg = train(ranks, folder, "one", *WORDS, "--training.per_device_train_batch_size", "2")
     one = metrics(folder, "one")
     assert "model.layers.0.*" in leg.log and "lr x 0.5, weight decay 0.3: 7 parameters" in leg.log
-    assert "(MuonAndAdamW)" in leg.log
+    assert "(muon)" in leg.log
     assert [line["lr"] for line in one] == pytest.approx([1e-3, 1e-3, 1e-3, 1e-6])
     saved = folder / "one" / "checkpoints" / "global_step_2"
     train(ranks, folder, "two", *WORDS, "--training.resume_from_checkpoint", str(saved), world=2)

@@ -32,6 +32,7 @@ def signalled_rank(folder: Path, words: list[str], step: int, victim: int, numbe
 
 def interrupted_rank(folder: Path, words: list[str], step: int) -> tuple[bool, str]:
     """Whether Ctrl-C in ``step`` came through, and what the log says last."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     try:
         signalled_rank(folder, words, step, 0, signal.SIGINT)
     except KeyboardInterrupt:

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Collection, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import TypeAlias, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 from shardyard.data.sources.columnar import columns_of
 from shardyard.data.sources.entry import FORMATS, DatasetEntry
@@ -16,6 +14,9 @@ from shardyard.data.sources.files import file_type
 from shardyard.data.sources.readers import Policy, Stop, count_rows, read_rows, text_lines
 from shardyard.data.sources.row import BadRow, Row, Rows, Skip
 from shardyard.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Text: TypeAlias = tuple[str, str]
 """A document and where it stands."""
@@ -61,6 +62,8 @@ def _drawn_rows(entry: DatasetEntry, skip: int, on_bad_row: Policy) -> Rows:
     copies = _copies(entry)
     if not len(copies):
         raise _no_rows(entry)
+    import numpy as np
+
     ends = np.cumsum(copies)
     first = int(np.searchsorted(ends, skip, side="right")) if skip else 0
     if first == len(copies):
@@ -227,6 +230,8 @@ def _tell_of_unnamed_columns(entry: DatasetEntry, file: Path, window: list[Row])
 
 def _copies(entry: DatasetEntry) -> np.ndarray:
     """How often each row is taken, int64 [N]; sums to ``num_samples`` unless there are no rows."""
+    import numpy as np  # here: looking at entries alone is to be quick
+
     num_rows, num_samples = count_entry_rows(entry), entry.num_samples or 0
     if num_rows == 0:
         return np.zeros(0, dtype=np.int64)
