@@ -25,7 +25,7 @@ libc.mallinfo2.restype = Info
 warm = torch.empty(31 << 20, dtype=torch.uint8)
 del warm  # glibc's own threshold grows to what was freed
 before = libc.mallinfo2().hblkhd
-large = torch.empty(5 << 20, dtype=torch.uint8)
+large = torch.empty(7 << 20, dtype=torch.uint8)
 small = torch.empty(3 << 20, dtype=torch.uint8)
 print(libc.mallinfo2().hblkhd - before)
 """
@@ -37,8 +37,8 @@ def mapped(how: str) -> int:
     return int(done.stdout)
 
 
-def test_tensors_from_four_mebibytes_on_have_their_own_memory():
-    assert 5 << 20 <= mapped("tuned") < (5 << 20) + (1 << 16)
+def test_tensors_from_six_mebibytes_on_have_their_own_memory():
+    assert 7 << 20 <= mapped("tuned") < (7 << 20) + (1 << 16)
     assert mapped("as it is") == 0
 
 
