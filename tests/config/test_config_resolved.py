@@ -157,7 +157,6 @@ def test_every_field_has_a_meaning_in_both_languages() -> None:
             {"file_name": "x.json", "formatting": "sharegpt2"},
             r"data\.dataset\.formatting: 'sharegpt2' is not one",
         ),
-        ("alpaca_fulll", r"'alpaca_fulll' is neither a file nor a name in .*dataset_info\.json.*alpaca_full"),
         ("broken", r"dataset_info\.json: broken.*unknown key 'colums'"),
     ],
 )

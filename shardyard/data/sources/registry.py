@@ -79,7 +79,7 @@ def resolve_datasets(
 
 
 def check_datasets(dataset: Item | Sequence[Item] | None, dataset_dir: str) -> None:
-    """Check entries and names as `resolve_datasets` does, as far as this machine shows them: no file has to
+    """Check entries as `resolve_datasets` does, as far as this machine shows them: no file has to
     be there, and nothing is downloaded.
 
     Raises:
@@ -93,8 +93,6 @@ def check_datasets(dataset: Item | Sequence[Item] | None, dataset_dir: str) -> N
             check_entry(item, "data.dataset")
         elif item in known:
             check_entry(known[item], f"{registry}: {item}")
-        elif known and not locate(item, registry.parent) and not is_path(item):
-            raise UserError(_unknown(item, known, str(registry)))
 
 
 def _items(dataset: Item | Sequence[Item] | None) -> list[Any]:
