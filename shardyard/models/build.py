@@ -25,7 +25,6 @@ from shardyard.models.causal_lm import Placement, base_class, trainable_class
 from shardyard.models.head import check_head, heads_of
 from shardyard.models.source import ModelSource
 from shardyard.models.weights import ReadWeights, from_files, from_seed, read_checkpoint, without_weights
-from shardyard.ops import DOCUMENTS_ATTENTION
 from shardyard.ops.registry import EAGER, Row
 from shardyard.parallel import Precision, matches
 from shardyard.parallel.pipeline import (
@@ -80,7 +79,7 @@ def build_model(
     block = take_block_size(config)
     base, config = base_class(config, str(source.config), trust_remote_code=model_config.trust_remote_code)
     refused = packing.refusal(config)
-    attention = model_config.attn_implementation or (None if refused else DOCUMENTS_ATTENTION)
+    attention = packing.attention_for(model_config.attn_implementation, config)
     _check_attention(model_config.attn_implementation, placement.device)
     if model_config.config_overrides or model_config.attn_implementation:
         _rehearse(base, config, attention)

@@ -12,7 +12,6 @@ from shardyard.device import Device
 from shardyard.models import packing
 from shardyard.models.causal_lm import base_class
 from shardyard.models.source import load_model_config
-from shardyard.ops import DOCUMENTS_ATTENTION
 from shardyard.ops.apply import apply_operators
 from shardyard.ops.registry import Row, Situation
 from shardyard.parallel import Precision
@@ -27,7 +26,7 @@ def operators_of(config: Config, folder: Path, device: Device) -> tuple[Row, ...
     """
     trusted = config.model.trust_remote_code
     base, found = base_class(load_model_config(config.model, folder), str(folder), trust_remote_code=trusted)
-    attention = config.model.attn_implementation or (None if packing.refusal(found) else DOCUMENTS_ATTENTION)
+    attention = packing.attention_for(config.model.attn_implementation, found)
     with torch.device("meta"):
         model = base._from_config(copy.deepcopy(found), attn_implementation=attention)
     dtype = Precision.of(config.parallel, device).compute

@@ -13,6 +13,7 @@ import torch
 
 from shardyard.config.families import PACKED
 from shardyard.models.probe import probing
+from shardyard.ops import DOCUMENTS_ATTENTION
 
 # These choose their frequencies from the longest position they see, so a document's numbers would depend on
 # which others share its forward.
@@ -32,6 +33,13 @@ def refusal(config: Any) -> str | None:
         return f"its rotary positions ({', '.join(by_length)}) follow from the longest position of a forward"
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     return f"its layers include {', '.join(sorted(other))}" if other else None
+
+
+def attention_for(asked: str | None, config: Any) -> str | None:
+    """The attention to build with: the one that is asked for; else that of documents, where they may share a
+    forward, and the family's own (None) where not.
+    """
+    return asked or (None if refusal(config) else DOCUMENTS_ATTENTION)
 
 
 def _rope_types(config: Any) -> set[str]:

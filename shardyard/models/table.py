@@ -41,14 +41,14 @@ def startup_table(
     held, grads, kept, repeated = max(rows[:, :4].long().tolist(), key=lambda row: sum(row[:3]))
     most = "" if bool((rows[:, :3] == rows[0, :3]).all()) else ", on the rank that holds most"
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    of_gradients = "a unit at a time of" if training.optimizer_in_backward else _mib(grads)
     of_state = dtypes if training.optimizer_state_dtype == "fp32" else training.optimizer_state_dtype
     lines = [
         ("parameters", f"{total:,}"),
         ("trainable", f"{trainable:,}"),
         (
             "bytes per rank",
-            f"{_mib(held)} parameters, {_mib(grads) if grads else 'a unit at a time of'} gradients, "
-            f"{_mib(kept)} optimizer{most}",
+            f"{_mib(held)} parameters, {of_gradients} gradients, {_mib(kept)} optimizer{most}",
         ),
     ]
     if layout.dp_replicate > 1:

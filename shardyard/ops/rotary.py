@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.autograd.function import once_differentiable
 
 from shardyard.ops.registry import Example, Found, Implementation, Operation, Site, Situation
-from shardyard.ops.self_check import random
+from shardyard.ops.self_check import random, tried
 
 Tensor = torch.Tensor
 Layout = Literal["halves", "pairs"]
@@ -129,7 +129,7 @@ def find_rotary(model: nn.Module) -> Found:
             continue
         functions: list[Any] = [forward.__globals__.get(n) for n in called]  # None: a method of that name
         turns = [(n, t) for n, f in zip(called, functions, strict=True) if f and (t := _turn_of(f))]
-        sizes = _sizes_or_none(module, functions[0], turns[0][1]) if len(turns) == len(called) else None
+        sizes = tried(_sizes, module, functions[0], turns[0][1]) if len(turns) == len(called) else None
         if sizes is not None:
             sites.append(Site(name, module, RotaryKind(tuple(turns), *sizes)))
         elif not strangers:
@@ -154,7 +154,7 @@ def _turn_of(function: Callable[..., Any]) -> Turn | None:
     """The kind whose numbers the function gives, on heads that are turned in part or whole."""
     for width, table_width in ((12, 8), (8, 8), (8, 4)):
         q, k, cos, sin = _samples(width, table_width)
-        theirs = _tried(function, q, k, cos, sin)
+        theirs = tried(function, q, k, cos, sin)
         if not isinstance(theirs, tuple) or len(theirs) != 2:
             continue
         for turn in TURNS:
@@ -176,31 +176,16 @@ def _samples(width: int, table_width: int) -> tuple[Tensor, ...]:
     return q, k, cos, sin
 
 
-def _tried(function: Callable[..., Any], *arguments: Tensor) -> Any:
-    """What the function gives; None where it takes no such arguments, and fails in a way of its own."""
-    try:
-        with torch.device("cpu"), torch.no_grad():
-            return function(*arguments)
-    except Exception:
-        return None
-
-
 @functools.cache
 def _leaves_the_rest(function: Callable[..., Any]) -> bool:
     """Whether it takes whole heads where a part is turned, or that part, which its caller has split off."""
-    return _tried(function, *_samples(12, 8)) is not None
-
-
-def _sizes_or_none(*arguments: Any) -> tuple[int, int, int, int] | None:
-    """`_sizes`; None of a config that does not say them: some families have one for each layer."""
-    try:
-        return _sizes(*arguments)
-    except Exception:
-        return None
+    return tried(function, *_samples(12, 8)) is not None
 
 
 def _sizes(module: Any, function: Callable[..., Any], turn: Turn) -> tuple[int, int, int, int]:
-    """Heads, key heads, width of what is turned in a head or passed on with it, and of the cosines."""
+    """Heads, key heads, width of what is turned in a head or passed on with it, and of the cosines. A config
+    that does not say them raises in its own way: some families have them for each layer.
+    """
     config = module.config
     heads = config.num_attention_heads
     width = getattr(module, "qk_rope_head_dim", None) or getattr(module, "head_dim", None)

@@ -55,6 +55,17 @@ def _results(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> 
     return [*(out.detach() for out in outputs), *(grad for grad in grads if grad is not None)]
 
 
+def tried(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a family's code gives for ``arguments`` on the CPU, without gradients; None where it raises, in
+    whatever way it has for what it does not expect: it is no code that we know then, and keeps its place.
+    """
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            return function(*arguments)
+    except Exception:
+        return None
+
+
 def random_like(tensor: torch.Tensor, seed: int = _SEED) -> torch.Tensor:
     """Normal numbers that no generator of the run gives, of a tensor's shape, dtype and device."""
     return random(tensor.shape, seed, tensor.dtype, tensor.device)

@@ -90,9 +90,9 @@ def check_datasets(dataset: Item | Sequence[Item] | None, dataset_dir: str) -> N
     known = _read_registry(registry, str(registry)) if is_local and registry.is_file() else {}
     for item in _items(dataset):
         if isinstance(item, Mapping):
-            check_entry(item, "data.dataset")
+            _checked(item, "data.dataset")
         elif item in known:
-            check_entry(known[item], f"{registry}: {item}")
+            _checked(known[item], f"{registry}: {item}")
 
 
 def _items(dataset: Item | Sequence[Item] | None) -> list[Any]:
@@ -101,11 +101,6 @@ def _items(dataset: Item | Sequence[Item] | None) -> list[Any]:
     if isinstance(dataset, Mapping):
         return [dataset] if dataset else []
     return list(dataset or [])
-
-
-def _unknown(item: str, known: Mapping[str, Any], registry: str) -> str:
-    hint = suggestion(item, known) if known else " (there is no such file)"
-    return f"data.dataset: {item!r} is neither a file nor a name in {registry}{hint}"
 
 
 def _places(dataset_dir: str, tokens: Mapping[str, str | None], cache_dir: str | None) -> _Places:
@@ -134,7 +129,8 @@ def _resolve(item: Any, places: _Places) -> DatasetEntry:
         return _entry(places.known[item], item, f"{places.registry}: {item}", places, registered=True)
     if locate(item, places.folder) or is_path(item):
         return _entry({"file_name": item}, item, "data.dataset", places)
-    raise UserError(_unknown(item, places.known, places.registry))
+    hint = suggestion(item, places.known) if places.known else " (there is no such file)"
+    raise UserError(f"data.dataset: {item!r} is neither a file nor a name in {places.registry}{hint}")
 
 
 def _read_registry(registry: Path, label: str) -> dict[str, Any]:
@@ -153,16 +149,15 @@ def _read_registry(registry: Path, label: str) -> dict[str, Any]:
 
 def _entry(given: Any, name: str, where: str, places: _Places, *, registered: bool = False) -> DatasetEntry:
     """Check one entry and find its files; ``where`` is where it stands, for messages."""
-    checked_entry = check_entry(given, where)
-    files = _files(given, _source(given, where), where, places, registered)
-    return replace(checked_entry, name=name, files=files)
+    source, entry = _checked(given, where)
+    return replace(entry, name=name, files=_files(given, source, where, places, registered))
 
 
-def check_entry(given: Any, where: str) -> DatasetEntry:
-    """An entry without name and files, its keys and values checked."""
+def _checked(given: Any, where: str) -> tuple[str, DatasetEntry]:
+    """The key that says where an entry's rows are, and the entry without name and files."""
     if not isinstance(given, Mapping):
         raise UserError(f"{where}: an entry must be a mapping, found {type(given).__name__}")
-    _source(given, where)
+    source = _source(given, where)
     formatting = given.get("formatting") or "alpaca"
     if formatting not in FORMATS:
         raise UserError(f"{where}.formatting: {formatting!r} is not one of {', '.join(FORMATS)}")
@@ -178,7 +173,7 @@ def check_entry(given: Any, where: str) -> DatasetEntry:
     tags = named(tags, given.get("tags"), f"{where}.tags")
     if ranking:
         columns = _with_pair(columns, named_columns or {}, where)
-    return DatasetEntry(
+    return source, DatasetEntry(
         name="",
         files=(),
         formatting=formatting,

@@ -62,10 +62,8 @@ def _drawn_rows(entry: DatasetEntry, skip: int, on_bad_row: Policy) -> Rows:
     copies = _copies(entry)
     if not len(copies):
         raise _no_rows(entry)
-    import numpy as np
-
-    ends = np.cumsum(copies)
-    first = int(np.searchsorted(ends, skip, side="right")) if skip else 0
+    ends = copies.cumsum()
+    first = int(ends.searchsorted(skip, side="right")) if skip else 0
     if first == len(copies):
         return
     copies[first] = ends[first] - skip
