@@ -24,7 +24,7 @@ class Sampling:
     """0 keeps all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """transformers': scores of tokens in prompt and answer are divided by it where positive, else multiplied."""
+    """transformers': scores of tokens of prompt and answer are divided by it if positive, else multiplied."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """OpenAI's: subtracted from the scores of tokens of the answer, once, or once per occurrence."""
@@ -34,7 +34,7 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the answer; the last one is the answer's last token."""
     logprobs: bool = False
-    """Whether events carry log-probabilities: of the model's own distribution, before penalties and temperature."""
+    """Whether events carry log-probabilities: the model's own, before penalties and temperature."""
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """The next token of an answer. ``top``: the likeliest tokens and their log-probabilities, likeliest first."""
+    """The next token of an answer. ``top``: the likeliest tokens with log-probabilities, likeliest first."""
 
     id: int
     logprob: float | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,24 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from shardyard.checkpoint import export_dtype, export_hf
-from shardyard.checkpoint.hf_files import facts_of_folder
-from shardyard.checkpoint.manifest import MANIFEST
-from shardyard.checkpoint.placing import has_weights
+from shardyard.checkpoint.exported import note_export
 from shardyard.checkpoint.side_files import write_side_files
 from shardyard.config import Config
 from shardyard.data.templates.exported import template_for_export
-from shardyard.durable import write_durably
-from shardyard.errors import UserError
 from shardyard.models import BuiltModel
 
 logger = logging.getLogger("shardyard.train")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_EXPORTED = "exported"
-"""In the folder of checkpoints: which checkpoint's weights stand in the root of output_dir."""
 
 
 def named_template(config: Config) -> str | None:
@@ -91,36 +83,5 @@ class Exporter:
         """The final export, and word of it for a later start of the same run."""
         output_dir = Path(self.config.training.output_dir)
         self.into(output_dir)
-        checkpoints = output_dir / "checkpoints"
-        if is_main and (exactly := _named_exactly(checkpoints, step)):
-            write_durably(checkpoints / _EXPORTED, exactly)
-
-
-def is_exported(output_dir: Path, step: int) -> bool:
-    """Whether the weights of the checkpoint of ``step`` stand in the root of ``output_dir``."""
-    checkpoints = output_dir / "checkpoints"
-    try:
-        told = (checkpoints / _EXPORTED).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    return told == _named_exactly(checkpoints, step) and has_weights(output_dir) and _opens(output_dir)
-
-
-def _opens(folder: Path) -> bool:
-    """Whether each weight file is as long as its header says, and config.json is there."""
-    try:
-        return bool(facts_of_folder(folder)) and (folder / "config.json").is_file()
-    except (OSError, SafetensorError, UserError):
-        return False
-
-
-def _named_exactly(checkpoints: Path, step: int) -> str | None:
-    """A checkpoint by its name and content, as a run that went back saves others under the same names; None
-    where there is none.
-    """
-    name = f"global_step_{step}"
-    try:
-        content = hashlib.sha256((checkpoints / name / MANIFEST).read_bytes()).hexdigest()
-    except OSError:
-        return None
-    return f"{name} {content}\n"
+        if is_main:
+            note_export(output_dir, step)

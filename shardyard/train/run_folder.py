@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardyard.checkpoint import CheckpointStore, check_output_dir, prepare_output_dir
+from shardyard.checkpoint.exported import is_exported
 from shardyard.checkpoint.folder import named
 from shardyard.checkpoint.manifest import RUN_STATE, ManifestError, damage, read_manifest, read_run_state
 from shardyard.checkpoint.reference import check_reference, is_reference, newest_reference
@@ -18,7 +19,6 @@ from shardyard.device import restarted_since
 from shardyard.durable import remove_leftovers, temporary_name, write_durably
 from shardyard.errors import UserError
 from shardyard.train.differences import RunFacts, changes_the_outcome
-from shardyard.train.exporting import is_exported
 
 logger = logging.getLogger("shardyard.train")
 _CLAIM = "resolved_config.yaml"

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from shardyard.checkpoint import CheckpointStore
-from shardyard.train.exporting import Exporter, is_exported
+from shardyard.checkpoint.exported import is_exported
+from shardyard.train.exporting import Exporter
 
 
 class _Exporter(Exporter):
