@@ -31,10 +31,12 @@ setup-test: .venv/.installed-test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot]'
 	@touch $@
 
-.venv/.installed-test: .venv/.installed
+.venv/.installed-test: .venv/.installed tests/requirements-lm-eval.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[plot,test]'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps trl
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target .venv/torchao torchao
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target .venv/lm-eval \
+	  -r tests/requirements-lm-eval.txt
 	@touch $@
 
 train: setup
