@@ -1,5 +1,6 @@
 """The one room that knows cpu, cuda and npu."""
 
+from shardyard.device.agreement import agree, agree_on_node
 from shardyard.device.copy_ahead import Arrival, CopyStream, copy_stream
 from shardyard.device.device import Device, detect_device, local_ranks, visible_accelerators
 from shardyard.device.process_group import ProcessGroup, start_process_group
@@ -13,6 +14,8 @@ __all__ = [
     "Device",
     "ProcessGroup",
     "StopSignal",
+    "agree",
+    "agree_on_node",
     "copy_stream",
     "detect_device",
     "local_ranks",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
+import psutil
 import torch
 
 from shardyard.errors import UserError
@@ -75,6 +76,12 @@ class Device:
             return self._module.max_memory_allocated(), self._module.max_memory_reserved()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return peak, peak
+
+    def free_memory(self) -> int:
+        """Bytes that are free now, on a CPU for any process."""
+        if self.is_accelerator:
+            return self._module.mem_get_info()[0]
+        return psutil.virtual_memory().available
 
     def set_deterministic(self, deterministic: bool) -> None:
         """Ask for kernels that give the same bits each time; one without such a kernel warns."""

@@ -105,6 +105,11 @@ class Engine(Protocol):
     context_length: int
     """Most tokens of prompt and answer together."""
 
+    @property
+    def fault(self) -> str | None:
+        """Why it has stopped for good, with all its requests; None while it works."""
+        ...
+
     def submit(self, request: Request, deliver: Deliver) -> str:
         """Queue a request; its id. Raises ValueError: an empty prompt, one that leaves no room for an answer,
         or an id outside the vocabulary. RuntimeError: the engine has stopped.

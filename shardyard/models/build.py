@@ -94,7 +94,9 @@ def build_model(
         elif checkpoint:
             made = without_weights(cls, config, attention, placement)
         else:
-            made = from_files(cls, config, source.weights, attention, model_config, block)
+            made = from_files(
+                cls, config, source.weights, attention, model_config, block, placement.distributed_config
+            )
         made.config.dtype = stated_dtype  # building in fp32 set it; the export goes by what the model states
         return made
 

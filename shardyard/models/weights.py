@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from shardyard.config import ModelConfig
 from shardyard.errors import UserError, first_line
@@ -78,8 +79,11 @@ def from_files(
     attention: str | None,
     options: ModelConfig,
     block: tuple[int, int] | None,
+    distributed: DistributedConfig | None,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """A parallelised model, each rank's part read from the weight files in ``folder``.
+    """A model, parallelised as ``distributed`` says, each rank's part read from the weight files in
+    ``folder``.
 
     ``block``: the blocks that fp8 weights have a scale for each.
 
@@ -96,8 +100,8 @@ def from_files(
         tensors = dequantised(files.tensors, block) if block else files.tensors
         try:
             model, info = cls.from_pretrained(
-                None, state_dict=tensors, config=config, dtype=torch.float32, output_loading_info=True,
-                distributed_config=cls.placement.distributed_config,
+                None, state_dict=tensors, config=config, dtype=dtype, output_loading_info=True,
+                distributed_config=distributed,
                 trust_remote_code=options.trust_remote_code, **extra,
             )  # fmt: skip
         except (RuntimeError, ValueError, OSError, SafetensorError, pickle.UnpicklingError) as error:
@@ -132,7 +136,7 @@ def _refuse_incomplete(model: Any, info: dict[str, Any], source: Path) -> None:
         logger.warning(
             "%s holds %d tensors that this model does not use: %s", source, len(unexpected), unexpected[:5]
         )
-    stage = model.stage
+    stage = getattr(model, "stage", None)
     elsewhere = stage is not None and not stage.is_last  # the tied output layer is on the last stage
     tied = {} if elsewhere else model.get_expanded_tied_weights_keys(all_submodels=True)
     for target, origin in tied.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import (
     Device,
     ProcessGroup,
+    agree,
+    agree_on_node,
     copy_stream,
     detect_device,
     local_ranks,
@@ -140,9 +141,9 @@ def _train(
     # One rank looks at the run folder and says what it found; it is written to when all else is known to be
     # right.
     output_dir = Path(config.training.output_dir)
-    _agree(group, "in use", lambda: refuse_if_in_use(output_dir))
-    resume_from = _agree(group, "output_dir", lambda: look_at_output_dir(config))
-    if _agree(group, "complete", lambda: nothing_left(config, resume_from, group.world_size)):
+    agree(group, "in use", lambda: refuse_if_in_use(output_dir))
+    resume_from = agree(group, "output_dir", lambda: look_at_output_dir(config))
+    if agree(group, "complete", lambda: nothing_left(config, resume_from, group.world_size)):
         exported = ", and its model is exported" if config.training.save_hf_weights else ""
         logger.info("nothing to do: %s is the end of this run%s", resume_from, exported)
         group.leave_together()  # no collective has waited for the others
@@ -178,7 +179,7 @@ def _build(
     config = loaded.config
     logger.info("> Building Tokenizer...")
     source = resolve_source(
-        config.model, fetch_first=lambda fetch: _agree_on_node(group, "model", fetch), convert=convert,
+        config.model, fetch_first=lambda fetch: agree_on_node(group, "model", fetch), convert=convert,
         cache=Path(config.training.output_dir).resolve().parent / ".converted",
     )  # fmt: skip
     model_config = load_model_config(config.model, source)
@@ -234,7 +235,7 @@ def _begin(parts: _Parts, resume_from: str) -> _Start:
         config, global_batch=sampler.global_batch, ranks=group.world_size, layout=str(parts.meshes.layout)
     )
     force = training.resume_force
-    latest = _agree(group, "latest", lambda: "yes" if goes_on_from_latest(config) else "")
+    latest = agree(group, "latest", lambda: "yes" if goes_on_from_latest(config) else "")
     state, before = restore(
         store, resume_from, parts.built, parts.optimizer, parts.data.identity, facts, force=force,
         latest=bool(latest), sampler=sampler,
@@ -275,7 +276,7 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
         copies=copy_stream(parts.device),
     )  # fmt: skip
     evaluator = _evaluator(parts)
-    _agree(parts.group, "run folder", lambda: _claim(parts.loaded))
+    agree(parts.group, "run folder", lambda: _claim(parts.loaded))
     if training.save_steps > 0 or training.save_epochs > 0:
         optimizer = None if training.save_only_model else parts.optimizer
         try:
@@ -374,36 +375,3 @@ def _check_fit(data: RunData, config: Any) -> None:
     if getattr(config, "rope_parameters", None) is None:
         raise UserError(f"{too_long}; set data.cutoff_len to {positions} at most")
     logger.warning("%s; rotary positions go on beyond that, but were not trained there", too_long)
-
-
-def _agree(group: ProcessGroup, what: str, work: Callable[[], str]) -> str:
-    """What global rank 0's ``work`` returns, on every rank; its UserError is everyone's."""
-    return _share(group, what, work, leads=group.is_main)
-
-
-def _agree_on_node(group: ProcessGroup, what: str, work: Callable[[], str]) -> str:
-    return _share(group, f"{what}/node{group.node_rank}", work, leads=group.local_rank == 0)
-
-
-def _share(group: ProcessGroup, key: str, work: Callable[[], str], *, leads: bool) -> str:
-    if not leads:
-        verdict, value = group.wait(key)[:1], group.wait(key)[1:]
-        if verdict == "!":
-            raise UserError(value)
-        return value
-    try:
-        value = _told_of_disks(work)
-    except UserError as error:
-        group.publish(key, f"!{error}")
-        raise
-    group.publish(key, f"={value}")
-    return value
-
-
-def _told_of_disks(work: Callable[[], str]) -> str:
-    """``work``; what a disk refuses it (full, read-only, gone) is the user's to mend."""
-    try:
-        return work()
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise UserError(f"{where}{error.strerror or error}") from error

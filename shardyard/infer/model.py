@@ -1,0 +1,256 @@
+"""Opening a model for inference: its weights in one dtype, on one rank or shared by several."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging as transformers_logging
+
+from shardyard.checkpoint import read_weights
+from shardyard.config import ModelConfig
+from shardyard.data.templates import build_template, exported_chat_template
+from shardyard.data.tokenizer import load_tokenizer
+from shardyard.device import Device, ProcessGroup, agree, agree_on_node
+from shardyard.errors import UserError
+from shardyard.infer.opening import Choice, Found, cache_folder, find
+from shardyard.infer.types import Sampling
+from shardyard.models import Convert, ModelSource, load_model_config, resolve_source, tokenizer_options
+from shardyard.models.block_fp8 import take_block_size
+from shardyard.models.causal_lm import base_class
+from shardyard.models.scratch import allocate
+from shardyard.models.weights import from_files, read_checkpoint
+
+logger = logging.getLogger("shardyard.infer")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LONGEST = 1 << 20
+"""Context of a model that states none."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that can be asked.
+
+    ``model`` is transformers' own, in eval mode; its generation config is empty, so that what decides about
+    an answer stands in ``defaults``, ``stop_ids`` and the request alone.
+    """
+
+    model: Any
+    tokenizer: Any
+    """With the chat template of the training, or the chosen one."""
+    config: Any
+    name: str
+    stop_ids: frozenset[int]
+    defaults: Sampling
+    context_length: int
+    run: dict[str, Any] | None
+    device: Device
+    group: ProcessGroup
+    choice: Choice
+    found: Found
+    generation: GenerationConfig
+    """As it stands in the folder, for what ``defaults`` has no field for."""
+
+    @property
+    def parallel(self) -> str:
+        """``none``, ``tp`` or ``fsdp``."""
+        distributed = getattr(self.model.config, "distributed_config", None)
+        if distributed is None:
+            return "none"
+        return "tp" if distributed.tp_size > 1 else "fsdp"
+
+
+def open_model(
+    choice: Choice, group: ProcessGroup, device: Device, *, convert: Convert | None = None
+) -> Opened:
+    """Read the model that ``choice`` names; every rank calls it, and more than one share the model.
+
+    ``convert`` makes a Hugging Face folder of a Megatron-core one.
+
+    Raises:
+        UserError: nothing there that can be read, or a layout that the family does not support.
+    """
+    transformers_logging.disable_progress_bar()  # one bar a rank would run through each other
+    if group.is_main:
+        found = find(choice)
+        agree(group, "infer/model", lambda: found.weights)
+    else:
+        agree(group, "infer/model", str)
+        found = find(choice)
+    options = ModelConfig(
+        model_name_or_path=found.weights, tokenizer_name_or_path=choice.tokenizer,
+        config_name_or_path=choice.config, trust_remote_code=choice.trust_remote_code,
+        attn_implementation=choice.attn_implementation,
+    )  # fmt: skip
+    source = resolve_source(
+        options, fetch_first=lambda fetch: agree_on_node(group, "infer/source", fetch), convert=convert,
+        cache=cache_folder(),
+    )  # fmt: skip
+    config = load_model_config(options, source)
+    tokenizer = load_tokenizer(tokenizer_options(options, source))
+    _set_template(tokenizer, choice, found)
+    model = _build(options, config, source, choice, found, group, device)
+    generation = _generation_config(source)
+    model.generation_config = GenerationConfig()
+    return Opened(
+        model, tokenizer, model.config, found.name, _stop_ids(generation, config, tokenizer),
+        _defaults(generation), _context_length(model.config, tokenizer), found.run, device, group, choice,
+        found, generation,
+    )  # fmt: skip
+
+
+def _set_template(tokenizer: Any, choice: Choice, found: Found) -> None:
+    """The chosen template in the place of the tokenizer's own."""
+    if choice.template is None:
+        return
+    data = (found.run or {}).get("data") or {}
+    thinking = choice.enable_thinking if choice.enable_thinking is not None else data.get("enable_thinking")
+    try:
+        build_template(choice.template, tokenizer)  # sets the tokenizer's eos
+        text = exported_chat_template(choice.template, enable_thinking=thinking)
+    except UserError as error:
+        raise UserError(str(error).replace("data.template", "--template")) from error
+    tokenizer.chat_template = text
+
+
+def _build(
+    options: ModelConfig,
+    config: Any,
+    source: ModelSource,
+    choice: Choice,
+    found: Found,
+    group: ProcessGroup,
+    device: Device,
+) -> Any:
+    block = take_block_size(config)
+    base, config = base_class(config, str(source.config), trust_remote_code=options.trust_remote_code)
+    dtype = _dtype(choice, config, found, device)
+    distributed = _distributed(choice, base, config, group)
+    if source.form == "files":
+        home = device.torch_device
+        model = from_files(
+            base, config, source.weights, options.attn_implementation, options, block, distributed, dtype
+        )
+        model = model if distributed else model.to(home)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    else:
+        model = _of_checkpoint(base, config, options, source.weights, distributed, device)
+        model = model.to(dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device.torch_device:
+                module._buffers[name] = buffer.to(device.torch_device)
+    return model.eval().requires_grad_(False)
+
+
+def _of_checkpoint(
+    base: Any,
+    config: Any,
+    options: ModelConfig,
+    folder: Path,
+    distributed: DistributedConfig | None,
+    device: Device,
+) -> Any:
+    with torch.device("meta"):
+        model = base._from_config(
+            config, attn_implementation=options.attn_implementation, dtype=torch.float32
+        )
+    if distributed:
+        distributed, _, meshes = base.prepare_distribute_model(distributed)
+        model = base.maybe_distribute_model(model, distributed, meshes)
+    allocate(model, device.torch_device)
+    read_checkpoint(model, folder, read_weights)
+    return model
+
+
+def _dtype(choice: Choice, config: Any, found: Found, device: Device) -> torch.dtype:
+    if choice.dtype != "auto":
+        return _DTYPES[choice.dtype]
+    if not device.is_accelerator:
+        return torch.float32
+    trained = ((found.run or {}).get("parallel") or {}).get("param_dtype")
+    if trained in _DTYPES:
+        return _DTYPES[trained]
+    stated = getattr(config, "dtype", None)
+    return stated if isinstance(stated, torch.dtype) else device.default_param_dtype
+
+
+def _distributed(choice: Choice, base: Any, config: Any, group: ProcessGroup) -> DistributedConfig | None:
+    """How the ranks share the model; None for one rank."""
+    ranks, wanted = group.world_size, choice.parallel
+    if ranks == 1:
+        if wanted in ("tp", "fsdp"):
+            logger.info("--parallel %s: one rank has the whole model", wanted)
+        return None
+    if wanted == "none":
+        raise UserError(f"--parallel none: {ranks} ranks were started; start one, or share the model by tp")
+    unsuited = _unsuited_to_tp(base, config, ranks)
+    if wanted == "tp" and unsuited:
+        raise UserError(f"--parallel tp: {unsuited}; use --parallel fsdp")
+    kind = "fsdp" if wanted == "fsdp" or unsuited else "tp"
+    logger.info("%d ranks share the model by %s%s", ranks, kind, f" ({unsuited})" if unsuited else "")
+    return DistributedConfig(tp_size=ranks) if kind == "tp" else DistributedConfig(fsdp_size=ranks)
+
+
+def _unsuited_to_tp(base: Any, config: Any, ranks: int) -> str:
+    """Why ``ranks`` cannot share each layer of the model; "" if they can."""
+    text = config.get_text_config()
+    if not (getattr(text, "base_model_tp_plan", None) or getattr(base, "_tp_plan", None)):
+        return f"transformers has no tensor-parallel plan for {config.model_type}"
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        size = getattr(text, key, None)
+        if isinstance(size, int) and size % ranks:
+            return f"{key} {size} is not divisible by {ranks} ranks"
+    return ""
+
+
+def _generation_config(source: ModelSource) -> GenerationConfig:
+    for folder in (source.weights, source.config):
+        if (folder / "generation_config.json").is_file():
+            try:
+                return GenerationConfig.from_pretrained(folder)
+            except Exception as error:  # of every type, for JSON of another form and for contradictions
+                logger.warning(
+                    "%s is not taken by transformers: %s", folder / "generation_config.json", error
+                )
+    return GenerationConfig()
+
+
+def _stop_ids(generation: GenerationConfig, config: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer by any of the three that may name them."""
+    of_config = getattr(config.get_text_config(), "eos_token_id", None)
+    named = (generation.eos_token_id, of_config, tokenizer.eos_token_id)
+    ids = [part for value in named for part in (value if isinstance(value, list | tuple) else [value])]
+    return frozenset(int(part) for part in ids if part is not None)
+
+
+def _defaults(generation: GenerationConfig) -> Sampling:
+    """What the folder's generation_config.json asks for; greedy unless it says ``do_sample``."""
+    told = {
+        "max_new_tokens": generation.max_new_tokens,
+        "repetition_penalty": generation.repetition_penalty,
+    }
+    if generation.do_sample:
+        temperature = generation.temperature
+        told |= {
+            "temperature": 1.0 if temperature is None else temperature, "top_p": generation.top_p,
+            "top_k": generation.top_k, "min_p": generation.min_p,
+        }  # fmt: skip
+    try:
+        return Sampling(**{key: value for key, value in told.items() if value is not None})
+    except (TypeError, ValueError) as error:
+        logger.warning("generation_config.json is left out: %s", error)
+        return Sampling()
+
+
+def _context_length(config: Any, tokenizer: Any) -> int:
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = stated if isinstance(stated, int) and stated > 0 else _LONGEST
+    limit = tokenizer.model_max_length
+    return int(min(length, limit)) if isinstance(limit, int | float) and math.isfinite(limit) else length
