@@ -107,11 +107,12 @@ def local_rank_count(wanted: int | None) -> int:
     return wanted if wanted is not None else max(count, 1)
 
 
-def start_ranks(command: Sequence[str], ranks: int, launch: Launch) -> int:
+def start_ranks(command: Sequence[str], ranks: int, launch: Launch, *, doing: str = "training") -> int:
     """Run ``command`` in ``ranks`` processes on this machine, wait for all, and return the exit code.
 
-    When one rank fails, the others are ended within ``launch.grace_seconds`` and a summary names it on
-    stderr; ``launch.max_restarts`` times all are started again, unless the user must mend something first.
+    When one rank fails, the others are ended within ``launch.grace_seconds`` and a summary of what they were
+    ``doing`` names it on stderr; ``launch.max_restarts`` times all are started again, unless the user must
+    mend something first.
 
     Raises:
         UserError: the machines did not meet.
@@ -131,9 +132,9 @@ def start_ranks(command: Sequence[str], ranks: int, launch: Launch) -> int:
         except MeetingFailed as error:
             if restart == 0:
                 raise UserError(str(error)) from error
-            print(f"training stopped: {error}", file=sys.stderr, flush=True)
+            print(f"{doing} stopped: {error}", file=sys.stderr, flush=True)
             return 1
-        end = _run_once(command, _launch_config(ranks, launch, start), start, ranks * launch.nnodes)
+        end = _run_once(command, _launch_config(ranks, launch, start), start, ranks * launch.nnodes, doing)
         if end.line:
             print(end.line, file=sys.stderr, flush=True)
         if end.code == 2:
@@ -144,7 +145,9 @@ def start_ranks(command: Sequence[str], ranks: int, launch: Launch) -> int:
     raise AssertionError("the last start returns")
 
 
-def _run_once(command: Sequence[str], config: LaunchConfig, start: Start, world_size: int) -> _End:
+def _run_once(
+    command: Sequence[str], config: LaunchConfig, start: Start, world_size: int, doing: str
+) -> _End:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -170,13 +173,13 @@ def _run_once(command: Sequence[str], config: LaunchConfig, start: Start, world_
             if failure.exitcode == 2 and _cause(failure):
                 return _End(2)  # the user's mistake, which that rank has told
             others = "; the other ranks were ended" if world_size > 1 else ""
-            return _End(1, _summary(rank, failure) + others, may_restart=True)
+            return _End(1, f"{doing} stopped: {_summary(rank, failure)}{others}", may_restart=True)
         except SignalException as stop:
             if saved.exists():
                 return _End(EXIT_SAVED, _saved_line(saved, stop.sigval.name))
             return _End(128 + stop.sigval, f"stopped by {stop.sigval.name}; all ranks have ended")
         except (RendezvousError, DistError) as error:
-            return _End(1, f"training stopped: another machine is gone: {error}", may_restart=True)
+            return _End(1, f"{doing} stopped: another machine is gone: {error}", may_restart=True)
     return _End(0)
 
 
@@ -251,7 +254,7 @@ def _cause(failure: ProcessFailure) -> str:
 
 
 def _summary(rank: int, failure: ProcessFailure) -> str:
-    head = f"training stopped: rank {rank} (pid {failure.pid})"
+    head = f"rank {rank} (pid {failure.pid})"
     if failure.exitcode < 0:
         hint = " (often the system out of memory)" if failure.signal_name() == "SIGKILL" else ""
         return f"{head} was killed by signal {-failure.exitcode}, {failure.signal_name()}{hint}"
