@@ -1,0 +1,118 @@
+"""Many prompts through an opened model, on all of its ranks: rank 0 reads, asks and writes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shardyard.device import agree
+from shardyard.errors import UserError
+from shardyard.infer.answers import Answer, answers
+from shardyard.infer.beams import beam_search
+from shardyard.infer.engines import with_engine
+from shardyard.infer.model import Opened
+from shardyard.infer.plan import Task, plan
+from shardyard.infer.prompts import Row, Wanted
+from shardyard.infer.types import Engine
+from shardyard.progress import Bar
+
+logger = logging.getLogger("shardyard.infer")
+
+_TELL_S = 30.0
+Emit = Callable[[Task, Answer, int], object]
+"""Takes an answer and its number in its row; in order, on rank 0."""
+
+
+def generate(
+    opened: Opened,
+    read: Callable[[], Sequence[Row]],
+    wanted: Wanted,
+    emit: Emit,
+    *,
+    max_running: int = 32,
+    on_text: Callable[[str], object] | None = None,
+    section: dict[str, Any] | None = None,
+) -> None:
+    """Answer what ``read`` gives; every rank calls it. Rank 0 reads, and gets the answers by ``emit``, in
+    order. ``on_text`` gets the text of a single answer as it comes.
+
+    Raises:
+        UserError: a prompt or setting that cannot be used; nothing was generated then. On every rank.
+        RuntimeError: the engine has stopped.
+    """
+    tasks: list[Task] = []
+
+    def prepare() -> str:
+        tasks.extend(plan(read(), opened, wanted, section=section))
+        return "beams" if tasks[0].num_beams > 1 else "engine"
+
+    if agree(opened.group, "infer/generate", prepare) == "beams":
+        _by_beams(opened, tasks, emit)
+        return
+    single = on_text if len(tasks) == 1 else None
+
+    def work(engine: Engine) -> None:
+        _check_room(engine, tasks)
+        found = answers(engine, tasks, opened.tokenizer, ahead=4 * max_running, on_text=single)
+        for task, answer in told(tasks, found):
+            emit(task, answer, task.number)
+
+    with_engine(opened, work, max_running=max(1, min(max_running, len(tasks))))
+
+
+def _check_room(engine: Engine, tasks: Sequence[Task]) -> None:
+    """The memory may hold less than the model's context."""
+    for task in tasks:
+        if len(task.request.prompt_ids) >= engine.context_length:
+            raise UserError(
+                f"{task.row.where}: the prompt has {len(task.request.prompt_ids)} tokens; the free memory has "
+                f"room for {engine.context_length} of prompt and answer. Use a smaller --dtype or more ranks"
+            )
+
+
+def _by_beams(opened: Opened, tasks: list[Task], emit: Emit) -> None:
+    group = opened.group
+    if group.world_size > 1:
+        asked = [(task.request, task.num_beams, task.n) for task in tasks] if group.is_main else None
+        shared = group.gather_objects(asked)[0]
+    else:
+        shared = [(task.request, task.num_beams, task.n) for task in tasks]
+
+    def search() -> Iterator[list[Answer]]:
+        for request, beams, n in shared:
+            yield beam_search(
+                opened.model, opened.tokenizer, request, num_beams=beams, n=n,
+                context_length=opened.context_length,
+            )  # fmt: skip
+
+    if not group.is_main:
+        for _ in search():
+            pass
+        return
+    for task, found in told(tasks, search()):
+        for number, answer in enumerate(found):
+            emit(task, answer, number)
+
+
+def told(tasks: Sequence[Task], found: Iterator[Any]) -> Iterator[tuple[Task, Any]]:
+    """Each task with what was found, and how far it is: a bar on a terminal, else a line now and then."""
+    last = time.monotonic()
+    with Bar("answers", len(tasks)) if len(tasks) > 1 else _Silent() as bar:
+        for number, (task, one) in enumerate(zip(tasks, found, strict=True), 1):
+            yield task, one
+            bar.show(number, f"{number} of {len(tasks)} answers")
+            if not bar.is_shown and len(tasks) > 1 and time.monotonic() - last > _TELL_S:
+                last = time.monotonic()
+                logger.info("%d of %d answers", number, len(tasks))
+
+
+class _Silent(Bar):
+    """Of a single answer, whose text is its own progress."""
+
+    def __init__(self) -> None:
+        super().__init__("", 1)
+
+    def __enter__(self) -> Bar:
+        return self

@@ -1,0 +1,150 @@
+"""Rows of prompts -> requests: token ids, sampling and seed of each answer, all checked before the first runs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from shardyard.errors import UserError
+from shardyard.infer.asked import Asked, sampling_of
+from shardyard.infer.prompts import Row, Wanted
+from shardyard.infer.types import Request, Sampling
+
+
+class Side(Protocol):
+    """What is needed of a model to ask it: `Opened` has it, and so has an engine of others."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def defaults(self) -> Sampling: ...
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def run(self) -> dict[str, Any] | None: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """The ``number``-th of the ``n`` answers of a row; with ``num_beams`` above 1 all of them, of one search."""
+
+    row: Row
+    number: int
+    request: Request
+    stop: tuple[str, ...] = ()
+    num_beams: int = 1
+    n: int = 1
+
+
+def plan(
+    rows: Sequence[Row], side: Side, wanted: Wanted, *, section: Mapping[str, Any] | None = None
+) -> list[Task]:
+    """The answers to be made, in order. ``section``: the YAML's ``inference:``, by default the run's.
+
+    An answer's seed is the row's plus its number in the row, or else the command's plus its number among all
+    answers, so that each can be made again alone.
+
+    Raises:
+        UserError: a row that cannot be asked, named by ``file:line``.
+    """
+    if section is None:
+        section = (side.run or {}).get("inference")
+    encode = _Encoder(side.tokenizer, wanted)
+    first_seed = sampling_of(wanted.asked, section, side.defaults, side.stop_ids)[1].seed
+    if first_seed is None:
+        first_seed = secrets.randbits(31)
+    tasks: list[Task] = []
+    for row in rows:
+        ids = encode(row)
+        if len(ids) >= side.context_length:
+            raise UserError(
+                f"{row.where}: the prompt has {len(ids)} tokens, which leaves no room for an answer in the "
+                f"model's context of {side.context_length}; shorten it"
+            )
+        try:
+            asked, sampling = sampling_of(
+                row.asked.over(wanted.asked), section, side.defaults, side.stop_ids
+            )
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from error
+        if row.asked.seed is None:
+            sampling = replace(sampling, seed=first_seed + len(tasks))
+        tasks += _of_row(row, ids, asked, sampling, row.n or wanted.n)
+    return tasks
+
+
+def _of_row(row: Row, ids: tuple[int, ...], asked: Asked, sampling: Sampling, n: int) -> list[Task]:
+    stop, beams = asked.stop or (), asked.num_beams or 1
+    if beams > 1:
+        if fault := _beam_fault(stop, sampling, beams, n):
+            raise UserError(f"{row.where}: {fault}")
+        return [Task(row, 0, Request(ids, sampling), num_beams=beams, n=n)]
+    if sampling.is_greedy and n > 1:
+        raise UserError(
+            f"{row.where}: n {n}: answers of the likeliest tokens are all the same; sample, as with "
+            "--temperature 1, or search with --num-beams"
+        )
+    assert sampling.seed is not None
+    return [
+        Task(row, number, Request(ids, replace(sampling, seed=sampling.seed + number)), stop, n=n)
+        for number in range(n)
+    ]
+
+
+def _beam_fault(stop: Sequence[str], sampling: Sampling, beams: int, n: int) -> str:
+    if stop:
+        return "stop with num_beams: beams are compared as whole answers; leave one out"
+    if sampling.logprobs:
+        return "logprobs with num_beams: the score of an answer is given; leave logprobs out"
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return "presence_penalty and frequency_penalty are not known to the search of beams"
+    if n > beams:
+        return f"n {n} is more than num_beams {beams}: a search ends with so many answers"
+    return ""
+
+
+class _Encoder:
+    """Row -> token ids of its prompt."""
+
+    def __init__(self, tokenizer: Any, wanted: Wanted) -> None:
+        self._tokenizer, self._wanted = tokenizer, wanted
+        self._chat: Any = None
+        if tokenizer.chat_template and not wanted.raw:
+            from shardyard.infer.chat_format import ChatFormat
+
+            self._chat = ChatFormat(tokenizer, enable_thinking=wanted.enable_thinking)
+        else:
+            named = {"--system": wanted.system, "--tools": wanted.tools}
+            if used := [name for name, value in named.items() if value]:
+                why = "--raw" if wanted.raw else "the model's tokenizer has no chat template"
+                raise UserError(f"{used[0]}: a raw prompt has no place for it ({why}); see --template")
+
+    def __call__(self, row: Row) -> tuple[int, ...]:
+        ids = self._raw(row) if self._chat is None else self._rendered(row)
+        if not ids:
+            raise UserError(f"{row.where}: the prompt is empty: it has no token")
+        return tuple(ids)
+
+    def _raw(self, row: Row) -> list[int]:
+        if row.prompt is None or row.tools:
+            what = "messages need" if row.prompt is None else "tools need"
+            why = "--raw is given" if self._wanted.raw else "the model's tokenizer has none; see --template"
+            raise UserError(f"{row.where}: {what} a chat template, and {why}")
+        return list(self._tokenizer(row.prompt)["input_ids"])
+
+    def _rendered(self, row: Row) -> list[int]:
+        messages = row.messages or [{"role": "user", "content": row.prompt}]
+        if self._wanted.system is not None:
+            first = messages[0]
+            if isinstance(first, dict) and first.get("role") in ("system", "developer"):
+                raise UserError(f"{row.where}: the row has a system message of its own, beside --system")
+            messages = [{"role": "system", "content": self._wanted.system}, *messages]
+        tools = row.tools if row.tools is not None else list(self._wanted.tools)
+        try:
+            return list(self._chat.ids(self._chat.from_openai(messages, tools or None)))
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from error
