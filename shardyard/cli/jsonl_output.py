@@ -28,7 +28,7 @@ class JsonlOutput:
         if self.path.is_dir() or self.path.name in ("", ".", ".."):
             raise UserError(f"--output {self.path}: that is a folder; name a file")
         if self.path.exists() and not self._overwrite:
-            raise UserError(f"--output {self.path}: it is there already; name another file, or --overwrite it")
+            raise UserError(f"--output {self.path}: it is there already; name another, or --overwrite it")
         if not self.path.parent.is_dir():
             raise UserError(f"--output {self.path}: there is no folder {self.path.parent}")
 

@@ -67,8 +67,8 @@ def _check_room(engine: Engine, tasks: Sequence[Task]) -> None:
     for task in tasks:
         if len(task.request.prompt_ids) >= engine.context_length:
             raise UserError(
-                f"{task.row.where}: the prompt has {len(task.request.prompt_ids)} tokens; the free memory has "
-                f"room for {engine.context_length} of prompt and answer. Use a smaller --dtype or more ranks"
+                f"{task.row.where}: the prompt has {len(task.request.prompt_ids)} tokens; the free memory "
+                f"has room for {engine.context_length}, with the answer. Use a smaller --dtype or more ranks"
             )
 
 

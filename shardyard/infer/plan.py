@@ -1,4 +1,4 @@
-"""Rows of prompts -> requests: token ids, sampling and seed of each answer, all checked before the first runs."""
+"""Rows of prompts -> requests: ids, sampling and seed of each answer, all checked before the first runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """The ``number``-th of the ``n`` answers of a row; with ``num_beams`` above 1 all of them, of one search."""
+    """The ``number``-th of the ``n`` answers of a row; with ``num_beams`` above 1 all of one search."""
 
     row: Row
     number: int
@@ -53,7 +53,7 @@ def plan(
     """
     if section is None:
         section = (side.run or {}).get("inference")
-    encode = _Encoder(side.tokenizer, wanted)
+    encode = _Encoder(side.tokenizer, wanted, (section or {}).get("system"))
     first_seed = sampling_of(wanted.asked, section, side.defaults, side.stop_ids)[1].seed
     if first_seed is None:
         first_seed = secrets.randbits(31)
@@ -66,9 +66,7 @@ def plan(
                 f"model's context of {side.context_length}; shorten it"
             )
         try:
-            asked, sampling = sampling_of(
-                row.asked.over(wanted.asked), section, side.defaults, side.stop_ids
-            )
+            asked, sampling = sampling_of(row.asked.over(wanted.asked), section, side.defaults, side.stop_ids)
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from error
         if row.asked.seed is None:
@@ -110,8 +108,8 @@ def _beam_fault(stop: Sequence[str], sampling: Sampling, beams: int, n: int) -> 
 class _Encoder:
     """Row -> token ids of its prompt."""
 
-    def __init__(self, tokenizer: Any, wanted: Wanted) -> None:
-        self._tokenizer, self._wanted = tokenizer, wanted
+    def __init__(self, tokenizer: Any, wanted: Wanted, system: str | None) -> None:
+        self._tokenizer, self._wanted, self._system = tokenizer, wanted, system
         self._chat: Any = None
         if tokenizer.chat_template and not wanted.raw:
             from shardyard.infer.chat_format import ChatFormat
@@ -138,11 +136,13 @@ class _Encoder:
 
     def _rendered(self, row: Row) -> list[int]:
         messages = row.messages or [{"role": "user", "content": row.prompt}]
-        if self._wanted.system is not None:
-            first = messages[0]
-            if isinstance(first, dict) and first.get("role") in ("system", "developer"):
-                raise UserError(f"{row.where}: the row has a system message of its own, beside --system")
-            messages = [{"role": "system", "content": self._wanted.system}, *messages]
+        first = messages[0]
+        has_system = isinstance(first, dict) and first.get("role") in ("system", "developer")
+        if self._wanted.system is not None and has_system:
+            raise UserError(f"{row.where}: the row has a system message of its own, beside --system")
+        system = self._system if self._wanted.system is None else self._wanted.system
+        if system and not has_system:
+            messages = [{"role": "system", "content": system}, *messages]
         tools = row.tools if row.tools is not None else list(self._wanted.tools)
         try:
             return list(self._chat.ids(self._chat.from_openai(messages, tools or None)))
