@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
@@ -24,8 +25,8 @@ from shardyard.infer.types import Sampling
 from shardyard.models import Convert, ModelSource, load_model_config, resolve_source, tokenizer_options
 from shardyard.models.block_fp8 import take_block_size
 from shardyard.models.causal_lm import base_class
-from shardyard.models.scratch import allocate
 from shardyard.models.weights import from_files, read_checkpoint
+from shardyard.parallel import local
 
 logger = logging.getLogger("shardyard.infer")
 
@@ -134,14 +135,13 @@ def _build(
     dtype = _dtype(choice, config, found, device)
     distributed = _distributed(choice, base, config, group)
     if source.form == "files":
-        home = device.torch_device
         model = from_files(
             base, config, source.weights, options.attn_implementation, options, block, distributed, dtype
         )
-        model = model if distributed else model.to(home)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     else:
-        model = _of_checkpoint(base, config, options, source.weights, distributed, device)
-        model = model.to(dtype)
+        model = _of_checkpoint(base, config, options, source.weights, distributed, dtype)
+    if distributed is None:
+        model = model.to(device.torch_device)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device.torch_device:
@@ -155,18 +155,31 @@ def _of_checkpoint(
     options: ModelConfig,
     folder: Path,
     distributed: DistributedConfig | None,
-    device: Device,
+    dtype: torch.dtype,
 ) -> Any:
+    """transformers' loader lays the model out, from NaN that takes no memory; the checkpoint fills it."""
     with torch.device("meta"):
-        model = base._from_config(
-            config, attn_implementation=options.attn_implementation, dtype=torch.float32
-        )
-    if distributed:
-        distributed, _, meshes = base.prepare_distribute_model(distributed)
-        model = base.maybe_distribute_model(model, distributed, meshes)
-    allocate(model, device.torch_device)
+        shell = base._from_config(config, attn_implementation=options.attn_implementation)
+    nothing, tied = torch.full((), torch.nan), shell.get_expanded_tied_weights_keys(all_submodels=True)
+    shapes = {name: tensor.shape for name, tensor in shell.state_dict().items() if name not in tied}
+    model = base.from_pretrained(
+        None, state_dict={name: nothing.expand(shape) for name, shape in shapes.items()},
+        config=config, dtype=dtype, distributed_config=distributed,
+        trust_remote_code=options.trust_remote_code, attn_implementation=options.attn_implementation,
+    )  # fmt: skip
+    for tensor in model.parameters():
+        part = local(tensor.data)
+        if part.untyped_storage().nbytes() != part.nbytes:  # a view of the one NaN, or of a larger tensor
+            _own_memory(tensor)
     read_checkpoint(model, folder, read_weights)
     return model
+
+
+def _own_memory(parameter: torch.nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = parameter._local_tensor.clone(memory_format=torch.contiguous_format)
+    else:
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 def _dtype(choice: Choice, config: Any, found: Found, device: Device) -> torch.dtype:
