@@ -6,17 +6,14 @@ Each rank adds up its rows in fp64, and one collective a set brings the sums tog
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from shardyard.data.batches import collate
 from shardyard.data.cut import Cut, doc_lens_of
@@ -25,9 +22,10 @@ from shardyard.data.order import Units
 from shardyard.data.types import IGNORE_INDEX
 from shardyard.device import Device, ProcessGroup
 from shardyard.errors import UserError
+from shardyard.evaluate.forwards import forward_parts
+from shardyard.evaluate.untouched import untouched
 from shardyard.monitor import ALL_SETS, EvalResult, EvalScore
 from shardyard.parallel import Meshes
-from shardyard.train.step import forward_parts
 
 _FILLER_TOKEN = 0
 
@@ -79,7 +77,7 @@ class Evaluator:
         Nothing that training goes on with is changed: weights, gradients, optimizer, the modules' modes,
         every random generator; and the parameters are sharded again.
         """
-        with torch.no_grad(), _evaluation_mode(self.model), _generators_kept(self.device):
+        with untouched(self.model, self.device):
             return EvalResult({share.name: self._score(share) for share in self._shares})
 
     def _share(self, eval_set: EvalSet, cut: Cut) -> _Share:
@@ -141,32 +139,3 @@ def _check_names(names: Sequence[str]) -> None:
             f"data.eval_dataset: {ALL_SETS!r} is the name of the total over the validation sets; rename this "
             "set"
         )
-
-
-@contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
-    """No dropout inside; afterwards each module has the mode it had, and its parameters are sharded."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-            # A forward without a backward leaves modules gathered, the root for one: memory would stay
-            # taken, and a checkpoint would list gathered parameters.
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-@contextmanager
-def _generators_kept(device: Device) -> Iterator[None]:
-    """Python's, NumPy's, torch's and the device's generators go on afterwards as if nothing had drawn."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [device.index] if device.is_accelerator else []
-    try:
-        with torch.random.fork_rng(devices=devices, device_type=device.type):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
