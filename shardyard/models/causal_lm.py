@@ -29,7 +29,13 @@ from shardyard.models.head import LossHead, LossOptions, amplified
 from shardyard.ops.apply import apply_operators
 from shardyard.ops.registry import Row, Situation
 from shardyard.ops.uncompiled import DocumentLengths, leave_attention_out_of_graphs
-from shardyard.ops.vocabulary import IGNORED, cross_entropy_sum, gather_vocabulary
+from shardyard.ops.vocabulary import (
+    IGNORED,
+    accumulated_in,
+    cross_entropy_sum,
+    gather_vocabulary,
+    token_scores_,
+)
 from shardyard.parallel import EAGER, Compilation, Meshes, Precision, apply_parallelism
 from shardyard.parallel.experts.routing import Routing
 from shardyard.parallel.pipeline import Stage, prune, tied_weight_shared
@@ -126,7 +132,7 @@ class TrainableCausalLM:
         share it; labels are targets, shifted already, -100 where nothing is trained. Each cp rank sums over
         its own tokens, all tp ranks get the same number. Logits exist at labelled positions only, and a few
         rows at a time (`HeadLoss`). With ``labels`` None: all logits [1, T, V], on every rank. A filler's
-        tokens count for no router.
+        tokens count for no router. Inside `head.scoring`: [T, 2].
 
         In a pipeline the tokens are padded to ``local_tokens`` on each rank; what enters a later stage as
         ``input_ids``, and leaves one before the last, are hidden states [1, local_tokens / tp, H].
@@ -161,13 +167,29 @@ class TrainableCausalLM:
                 return head.difference(layer, hidden, self._own_logits(arguments))
         targets = share.cut(labels, IGNORED)[0]
         keep = torch.nonzero(targets != IGNORED).squeeze(-1)
-        targets = targets.index_select(0, keep)
+        kept = targets.index_select(0, keep)
+        if head.scoring:
+            scores = self._scores(head, layer, arguments, keep, kept)
+            every = scores.new_zeros(1, len(targets), 2).index_copy(1, keep, scores[None])
+            return self._whole_sequence(every, share)[0]
         if head.unsuited is not None:
             logits = self._own_logits(arguments, keep)[0]
             terms = head.terms(training=model.training)
-            return cross_entropy_sum(logits, targets, self.placement.meshes.tp_group, terms)
+            return cross_entropy_sum(logits, kept, self.placement.meshes.tp_group, terms)
         hidden = model.base_model(**arguments).last_hidden_state[0].index_select(0, keep)
-        return head.loss_sum(layer, hidden, targets, training=model.training)
+        return head.loss_sum(layer, hidden, kept, training=model.training)
+
+    def _scores(
+        self, head: LossHead, layer: Any, arguments: dict[str, Any], keep: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """[L, 2] of the positions ``keep`` [L] of this rank: see `head.scoring`."""
+        model: Any = self
+        if head.unsuited is not None:
+            logits = self._own_logits(arguments, keep)[0]
+            wide = logits.to(accumulated_in(logits.dtype), copy=True)
+            return token_scores_(wide, targets, self.placement.meshes.tp_group)
+        hidden = model.base_model(**arguments).last_hidden_state[0].index_select(0, keep)
+        return head.scores(layer, hidden, targets)
 
     def _own_logits(self, arguments: dict[str, Any], keep: torch.Tensor | None = None) -> torch.Tensor:
         """[1, L, V/tp] of the family's own forward at the positions ``keep`` [L], or at all."""
@@ -192,11 +214,14 @@ class TrainableCausalLM:
     def _whole(self, logits: torch.Tensor, share: SequenceShare) -> torch.Tensor:
         """[1, T_local, V/tp] of this rank -> [1, T, V] of the micro-batch."""
         meshes = self.placement.meshes
-        logits = gather_vocabulary(logits, meshes.tp_group)
-        parts = [logits]
+        return self._whole_sequence(gather_vocabulary(logits, meshes.tp_group), share)
+
+    def _whole_sequence(self, rows: torch.Tensor, share: SequenceShare) -> torch.Tensor:
+        """[1, T_local, ...] of each cp rank -> [1, T, ...] of the micro-batch, on all of them."""
+        meshes, parts = self.placement.meshes, [rows]
         if meshes.layout.cp > 1:
-            parts = [torch.empty_like(logits) for _ in range(meshes.layout.cp)]
-            dist.all_gather(parts, logits.contiguous(), group=meshes.cp.get_group())
+            parts = [torch.empty_like(rows) for _ in range(meshes.layout.cp)]
+            dist.all_gather(parts, rows.contiguous(), group=meshes.cp.get_group())
         return share.restore(torch.stack(parts))
 
 

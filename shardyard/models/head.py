@@ -23,7 +23,7 @@ import torch.nn as nn
 from shardyard.config import OptimizationConfig, TrainingConfig
 from shardyard.errors import UserError
 from shardyard.models.probe import probing
-from shardyard.ops.linear_cross_entropy import HeadLoss, Tail, linear_cross_entropy_sum
+from shardyard.ops.linear_cross_entropy import HeadLoss, Tail, linear_cross_entropy_sum, linear_token_scores
 from shardyard.ops.vocabulary import PLAIN, LossTerms
 from shardyard.parallel.pipeline import parts_of
 
@@ -76,6 +76,8 @@ class LossHead:
         self.tail, self.options, self.group, self.unsuited = tail, options, group, unsuited
         self.checking = False
         """Whether the model's forward compares its logits with ours instead of computing a loss."""
+        self.scoring = False
+        """Whether the model's forward scores each token instead of summing the loss: see `scoring`."""
 
     @classmethod
     def of(cls, model: Any, options: LossOptions, group: dist.ProcessGroup | None) -> LossHead:
@@ -101,6 +103,10 @@ class LossHead:
         how = HeadLoss(self.tail, self.terms(training=training), self.options.chunk, self.group)
         return layer(hidden, targets, how)
 
+    def scores(self, layer: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """[L, 2], of the same arguments: `token_scores_`."""
+        return layer(hidden, targets, HeadLoss(self.tail, PLAIN, self.options.chunk, self.group), True)
+
     def difference(self, layer: nn.Module, hidden: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Of our logits to the family's ``own`` [1, T, V/n], fp32 []: the worst row's, relative to it.
 
@@ -123,11 +129,15 @@ def _take_targets(layer: nn.Linear) -> None:
     logits = layer.forward
 
     def forward(
-        input: torch.Tensor, targets: torch.Tensor | None = None, loss: HeadLoss | None = None
+        input: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        loss: HeadLoss | None = None,
+        scores: bool = False,
     ) -> torch.Tensor:
         if targets is None:
             return logits(input)
-        return linear_cross_entropy_sum(input, layer.weight, targets, layer.bias, loss)
+        compute = linear_token_scores if scores else linear_cross_entropy_sum
+        return compute(input, layer.weight, targets, layer.bias, loss)
 
     layer.forward = forward
 
@@ -199,6 +209,22 @@ def _difference(
     if dist.is_initialized():
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.item(), reason
+
+
+@contextmanager
+def scoring(model: Any) -> Iterator[None]:
+    """Inside, a forward with labels gives fp32 [T, 2] on every rank that shares the micro-batch, of a
+    pipeline on those of the last stage: the log-probability of each label, and 1 where no word is likelier;
+    zeros where there is no label.
+    """
+    heads = heads_of(model)
+    for head in heads:
+        head.scoring = True
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.scoring = False
 
 
 @contextmanager

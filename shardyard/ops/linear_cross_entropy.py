@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from shardyard.ops.vocabulary import PLAIN, LossTerms, accumulated_in, losses_and_gradient_
+from shardyard.ops.vocabulary import PLAIN, LossTerms, accumulated_in, losses_and_gradient_, token_scores_
 
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
 """What the logits of a chunk may take, by kind of device. See docs/loss.md for what was measured."""
@@ -108,6 +108,21 @@ def linear_cross_entropy_sum(
     )
 
 
+def linear_token_scores(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    loss: HeadLoss | None = None,
+) -> torch.Tensor:
+    """[L, 2] as `token_scores_` gives them, of the arguments of `linear_cross_entropy_sum`; no gradient."""
+    loss = loss or HeadLoss()
+    rows = loss.rows(len(targets), *weight.shape, weight.dtype, weight.device.type)
+    chunks = _Chunks(hidden, weight, targets, bias, loss, rows)
+    parts = [chunks.scores(start) for start in chunks.starts]
+    return torch.cat(parts) if parts else chunks.logits.new_zeros(0, 2)
+
+
 class _Chunks:
     """Logits, losses and gradients of one chunk of rows after the other, in the same memory."""
 
@@ -133,6 +148,19 @@ class _Chunks:
 
     def losses(self, start: int) -> torch.Tensor:
         """[n] of the rows from ``start``; ``logits`` [:n] become the gradient of the layer's own logits."""
+        logits, targets, slope = self._tailed(start)
+        losses = losses_and_gradient_(logits, targets, self.loss.group, self.loss.terms, self.lift)
+        if slope is not None:
+            logits.mul_(slope)
+        return losses
+
+    def scores(self, start: int) -> torch.Tensor:
+        """[n, 2] of the rows from ``start``, as `token_scores_` gives them."""
+        logits, targets, _ = self._tailed(start)
+        return token_scores_(logits, targets, self.loss.group)
+
+    def _tailed(self, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The family's logits of the rows from ``start``, their targets, and the slope of the cap."""
         rows = slice(start, start + self.rows)
         targets, cap = self.targets[rows], self.loss.tail.cap
         logits, slope = self.logits[: len(targets)], None
@@ -140,10 +168,7 @@ class _Chunks:
         if cap is not None:
             slope = 1 - logits.div_(cap).tanh_().square()
             logits.mul_(cap)
-        losses = losses_and_gradient_(logits, targets, self.loss.group, self.loss.terms, self.lift)
-        if slope is not None:
-            logits.mul_(slope)
-        return losses
+        return logits, targets, slope
 
     def total(self, losses: Any) -> torch.Tensor:
         """The sum over all chunks: of rows, so that it does not depend on where chunks end."""

@@ -92,6 +92,24 @@ def losses_and_gradient_(
     return losses.where(trained, 0.0)
 
 
+def token_scores_(
+    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """[L, 2] of each row: the log-probability of its target, and 1 where no word is likelier, else 0.
+
+    Of equally likely words the first counts. ``logits`` [L, V/n], fp32 or fp64, are used up.
+    """
+    words = logits.shape[-1]
+    best, first = logits.max(-1)
+    if group is not None:
+        top = best.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        first = (first + group.rank() * words).where(best == top, words * group.size())
+        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+    likeliest = (first == targets).to(logits.dtype)
+    return torch.stack([-losses_and_gradient_(logits, targets, group), likeliest], -1)
+
+
 def gather_vocabulary(local_logits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """[..., V/n] of each rank -> [..., V] on all.
 

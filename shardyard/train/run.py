@@ -33,6 +33,7 @@ from shardyard.device import (
     start_process_group,
 )
 from shardyard.errors import EXIT_SAVED, UserError
+from shardyard.evaluate.evaluator import Evaluator
 from shardyard.models import (
     BuiltModel,
     Convert,
@@ -57,7 +58,6 @@ from shardyard.parallel import (
     check_compiler,
 )
 from shardyard.train.differences import RunFacts, check_schedule
-from shardyard.train.evaluation import Evaluator
 from shardyard.train.exporting import Exporter, named_template
 from shardyard.train.reports import data_lines, group_report, log_lines, report_config, report_space
 from shardyard.train.resume import restore

@@ -15,9 +15,9 @@ from shardyard.data.sampler import Sampler
 from shardyard.data.types import StepBatch
 from shardyard.device import StopSignal, note_saved
 from shardyard.errors import UserError
+from shardyard.evaluate.evaluator import Evaluator
 from shardyard.monitor import Monitor, StepRecord
 from shardyard.optim import Schedule
-from shardyard.train.evaluation import Evaluator
 from shardyard.train.saving import Saver
 from shardyard.train.state import RunState
 from shardyard.train.step import StepResult, TrainStep

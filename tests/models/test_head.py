@@ -165,7 +165,7 @@ def with_terms(folder: Path) -> tuple[list[tuple[float, float]], float, float]:
     import torch.nn.functional as F
     import transformers
 
-    from shardyard.train.step import forward_parts
+    from shardyard.evaluate.forwards import forward_parts
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     trained = plain = 0.0

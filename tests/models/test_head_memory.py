@@ -50,9 +50,9 @@ def watched(folder: Path, recipe: Recipe) -> dict[int | None, list[tuple[int, in
     import torch.distributed as dist
     from support.training import micro_batches_of
 
+    from shardyard.evaluate.forwards import forward_parts
     from shardyard.models import LossOptions
     from shardyard.models.head import heads_of
-    from shardyard.train.step import forward_parts
 
     built, step, meshes = build_step(folder, recipe)
     batches = micro_batches_of(batch(), recipe.accumulation, meshes.dp_rank, meshes.dp_size)

@@ -57,7 +57,7 @@ def after_a_forward(folder, parallel):
     from support.live_memory import LivePeak
     from support.training import build_step, micro_batches_of
 
-    from shardyard.train.step import forward_parts
+    from shardyard.evaluate.forwards import forward_parts
 
     entries: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -40,7 +40,7 @@ def peak_and_places(folder: Path, rows: Any, recipe: Recipe, as_fsdp: bool) -> t
     from torch.distributed.fsdp import FSDPModule
 
     from shardyard.device import Device
-    from shardyard.train.step import forward_parts
+    from shardyard.evaluate.forwards import forward_parts
 
     with mock.patch("shardyard.parallel.fsdp.use_in_place") if as_fsdp else nullcontext():
         built, _, _ = build_step(folder, recipe)

@@ -26,7 +26,7 @@ def evaluate(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """Logits of the first micro-batch, loss sums of all, and what training without gradients says."""
     import torch
 
-    from shardyard.train.step import forward_parts
+    from shardyard.evaluate.forwards import forward_parts
 
     built, step, meshes = build_step(folder, recipe)
     batches = micro_batches_of(make_rows(), recipe.accumulation, meshes.dp_rank, meshes.dp_size)

@@ -28,7 +28,7 @@ def evaluator_of(
 ) -> Any:
     """An `Evaluator` over ``sets`` (name -> samples) for what `build_step` gave."""
     from shardyard.data.eval_sets import EvalSet
-    from shardyard.train.evaluation import Evaluator
+    from shardyard.evaluate.evaluator import Evaluator
 
     return Evaluator(
         built.model, step.group, step.device, [EvalSet(name, samples) for name, samples in sets.items()],

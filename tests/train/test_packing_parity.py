@@ -141,7 +141,7 @@ def hidden_states(folder: Path, recipe: Recipe, lengths: list[int]) -> dict[str,
     from transformers import AutoModelForCausalLM
 
     from shardyard.data.batches import collate
-    from shardyard.train.step import forward_parts
+    from shardyard.evaluate.forwards import forward_parts
 
     rng = np.random.default_rng(dist.get_rank())
     rows = [rng.integers(3, 199, length).tolist() for length in lengths]

@@ -128,7 +128,7 @@ def losses_of_sets(folder: Path, cuts: list[dict[str, Any] | None], parallel: di
     """The validation loss of one set, cut in each way."""
     from shardyard.data.cut import Cut
     from shardyard.data.eval_sets import EvalSet
-    from shardyard.train.evaluation import Evaluator
+    from shardyard.evaluate.evaluator import Evaluator
 
     built, step, meshes = build_step(folder, Recipe(parallel=parallel))
     sets = [EvalSet("held out", samples_of(eval_rows(9)))]
