@@ -36,6 +36,7 @@ VERBS = {
         "shardyard.cli.convert", "convert", "turn weights into Hugging Face, DCP or Megatron-core form"
     ),
     "checkpoint": Verb("shardyard.cli.checkpoint", "checkpoint", "list, verify or prune a run's checkpoints"),
+    "generate": Verb("shardyard.cli.generate", "generate", "answer prompts with what was trained"),
     "schema": Verb("shardyard.cli.check", "schema", "print the JSON schema of the YAML file"),
     "env": Verb("shardyard.cli.env", "env", "print versions and devices, for bug reports"),
 }

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardyard.infer.plan import Task
 
 DESCRIPTION = """\
-shardyard generate --model PATH [--prompt TEXT ...] [--prompt-file FILE] [options]
+usage: shardyard generate --model PATH [--prompt TEXT ...] [--prompt-file FILE] [options]
 
 Answers prompts: of the command line, of a file, or of standard input. A model with a chat template answers
 as in a chat, unless --raw. One answer is written as it comes; several, or those with --logprobs, as JSON

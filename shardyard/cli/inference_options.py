@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardyard.cli.convert_options import Parser, count, parse
 from shardyard.errors import UserError
@@ -87,13 +87,13 @@ def add_sampling_options(parser: Parser) -> None:
         "--do-sample", action=argparse.BooleanOptionalAction,
         help="draw tokens, or take the likeliest; --temperature, --top-p, --top-k and --min-p ask for it too",
     )  # fmt: skip
-    add("--temperature", type=_number(0, 100), metavar="T", help="0 takes the likeliest token")
-    add("--top-p", type=_number(0, 1, above=True), metavar="P", help="likeliest tokens up to this mass")
+    add("--temperature", type=number(0, 100), metavar="T", help="0 takes the likeliest token")
+    add("--top-p", type=number(0, 1, above=True), metavar="P", help="likeliest tokens up to this mass")
     add("--top-k", type=whole, metavar="K", help="likeliest K tokens; 0: all")
-    add("--min-p", type=_number(0, 1), metavar="P", help="tokens of at least this share of the likeliest")
-    add("--repetition-penalty", type=_number(0, 100, above=True), metavar="R", help="above 1: fewer repeats")
-    add("--presence-penalty", type=_number(-2, 2), metavar="R", help="off the scores of tokens of the answer")
-    add("--frequency-penalty", type=_number(-2, 2), metavar="R", help="the same, once per occurrence")
+    add("--min-p", type=number(0, 1), metavar="P", help="tokens of at least this share of the likeliest")
+    add("--repetition-penalty", type=number(0, 100, above=True), metavar="R", help="above 1: fewer repeats")
+    add("--presence-penalty", type=number(-2, 2), metavar="R", help="off the scores of tokens of the answer")
+    add("--frequency-penalty", type=number(-2, 2), metavar="R", help="the same, once per occurrence")
     add("--seed", type=whole, metavar="N", help="of the drawn tokens; answers of one seed are equal")
     add(
         "--stop", action="append", type=_text, metavar="TEXT",
@@ -138,7 +138,7 @@ def _number_of_logprobs(text: str) -> int:
     return value
 
 
-def _number(least: float, most: float, *, above: bool = False):
+def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
     """The type of an option: a number from ``least`` (``above``: without it) to ``most``."""
 
     def read(text: str) -> float:

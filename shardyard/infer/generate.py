@@ -13,7 +13,7 @@ from shardyard.infer.answers import Answer, answers
 from shardyard.infer.beams import beam_search
 from shardyard.infer.engines import with_engine
 from shardyard.infer.model import Opened
-from shardyard.infer.plan import Task, plan
+from shardyard.infer.plan import Planner, Task
 from shardyard.infer.prompts import Row, Wanted
 from shardyard.infer.types import Engine
 from shardyard.progress import Bar
@@ -34,9 +34,10 @@ def generate(
     max_running: int = 32,
     on_text: Callable[[str], object] | None = None,
     section: dict[str, Any] | None = None,
+    key: str = "",
 ) -> None:
     """Answer what ``read`` gives; every rank calls it. Rank 0 reads, and gets the answers by ``emit``, in
-    order. ``on_text`` gets the text of a single answer as it comes.
+    order. ``on_text`` gets the text of a single answer as it comes. ``key`` tells calls of one run apart.
 
     Raises:
         UserError: a prompt or setting that cannot be used; nothing was generated then. On every rank.
@@ -45,10 +46,10 @@ def generate(
     tasks: list[Task] = []
 
     def prepare() -> str:
-        tasks.extend(plan(read(), opened, wanted, section=section))
+        tasks.extend(Planner(opened, wanted, section=section)(read()))
         return "beams" if tasks[0].num_beams > 1 else "engine"
 
-    if agree(opened.group, "infer/generate", prepare) == "beams":
+    if agree(opened.group, f"infer/generate/{key}", prepare) == "beams":
         _by_beams(opened, tasks, emit)
         return
     single = on_text if len(tasks) == 1 else None

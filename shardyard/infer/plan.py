@@ -40,39 +40,53 @@ class Task:
     n: int = 1
 
 
-def plan(
-    rows: Sequence[Row], side: Side, wanted: Wanted, *, section: Mapping[str, Any] | None = None
-) -> list[Task]:
-    """The answers to be made, in order. ``section``: the YAML's ``inference:``, by default the run's.
+class TooLongError(UserError):
+    """A prompt that leaves no room for an answer."""
+
+
+class Planner:
+    """Makes tasks of rows. ``section``: the YAML's ``inference:``, by default the run's.
 
     An answer's seed is the row's plus its number in the row, or else the command's plus its number among all
     answers, so that each can be made again alone.
 
     Raises:
-        UserError: a row that cannot be asked, named by ``file:line``.
+        UserError: settings that contradict, or that the model has no place for.
     """
-    if section is None:
-        section = (side.run or {}).get("inference")
-    encode = _Encoder(side.tokenizer, wanted, (section or {}).get("system"))
-    first_seed = sampling_of(wanted.asked, section, side.defaults, side.stop_ids)[1].seed
-    if first_seed is None:
-        first_seed = secrets.randbits(31)
-    tasks: list[Task] = []
-    for row in rows:
-        ids = encode(row)
+
+    def __init__(self, side: Side, wanted: Wanted, *, section: Mapping[str, Any] | None = None) -> None:
+        self._side, self._wanted = side, wanted
+        self._section = (side.run or {}).get("inference") if section is None else section
+        self._encode = _Encoder(side.tokenizer, wanted, (self._section or {}).get("system"))
+        seed = sampling_of(wanted.asked, self._section, side.defaults, side.stop_ids)[1].seed
+        self._next_seed = secrets.randbits(31) if seed is None else seed
+
+    def __call__(self, rows: Sequence[Row]) -> list[Task]:
+        """The answers to be made, in order.
+
+        Raises:
+            UserError: a row that cannot be asked, named by ``file:line``.
+        """
+        return [task for row in rows for task in self._of(row)]
+
+    def _of(self, row: Row) -> list[Task]:
+        side, ids = self._side, self._encode(row)
         if len(ids) >= side.context_length:
-            raise UserError(
+            raise TooLongError(
                 f"{row.where}: the prompt has {len(ids)} tokens, which leaves no room for an answer in the "
                 f"model's context of {side.context_length}; shorten it"
             )
         try:
-            asked, sampling = sampling_of(row.asked.over(wanted.asked), section, side.defaults, side.stop_ids)
+            asked, sampling = sampling_of(
+                row.asked.over(self._wanted.asked), self._section, side.defaults, side.stop_ids
+            )
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from error
         if row.asked.seed is None:
-            sampling = replace(sampling, seed=first_seed + len(tasks))
-        tasks += _of_row(row, ids, asked, sampling, row.n or wanted.n)
-    return tasks
+            sampling = replace(sampling, seed=self._next_seed)
+        tasks = _of_row(row, ids, asked, sampling, row.n or self._wanted.n)
+        self._next_seed += len(tasks)
+        return tasks
 
 
 def _of_row(row: Row, ids: tuple[int, ...], asked: Asked, sampling: Sampling, n: int) -> list[Task]:

@@ -32,7 +32,17 @@ def test_help_lists_the_verbs_that_work() -> None:
     done = shardyard("--help")
     assert done.returncode == 0 and done.stderr == ""
     listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert listed == ["train", "check", "data", "preprocess", "convert", "checkpoint", "schema", "env"]
+    assert listed == [
+        "train",
+        "check",
+        "data",
+        "preprocess",
+        "convert",
+        "checkpoint",
+        "generate",
+        "schema",
+        "env",
+    ]
 
 
 def test_version() -> None:
@@ -40,7 +50,7 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"shardyard {__version__}\n")
 
 
-@pytest.mark.parametrize("verb", ["train", "check", "data", "env"])
+@pytest.mark.parametrize("verb", ["train", "check", "data", "generate", "env"])
 def test_each_verb_explains_itself(verb: str) -> None:
     done = shardyard(verb, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: shardyard {verb}")
@@ -50,7 +60,10 @@ def test_each_verb_explains_itself(verb: str) -> None:
     ("words", "part"),
     [
         (["trian", "a.yaml"], "did you mean train?"),
-        (["frobnicate"], "there are train, check, data, preprocess, convert, checkpoint, schema, env"),
+        (
+            ["frobnicate"],
+            "there are train, check, data, preprocess, convert, checkpoint, generate, schema, env",
+        ),
         (["tune.yaml"], "shardyard train tune.yaml"),
         (["env", "extra"], "'extra'"),
         (["train"], "name a YAML file"),
