@@ -31,6 +31,13 @@ from shardyard.parallel import local
 logger = logging.getLogger("shardyard.infer")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OPTIONS = {
+    "model.model_name_or_path": "--model",
+    "model.tokenizer_name_or_path": "--tokenizer",
+    "model.config_name_or_path": "--config",
+    "model.attn_implementation": "--attn-implementation",
+    "data.template": "--template",
+}
 _LONGEST = 1 << 20
 """Context of a model that states none."""
 
@@ -79,6 +86,16 @@ def open_model(
         UserError: nothing there that can be read, or a layout that the family does not support.
     """
     transformers_logging.disable_progress_bar()  # one bar a rank would run through each other
+    try:
+        return _open(choice, group, device, convert)
+    except UserError as error:  # of rooms that know the keys of the YAML only
+        text = str(error)
+        for key, option in _OPTIONS.items():
+            text = text.replace(key, option)
+        raise UserError(text) from error
+
+
+def _open(choice: Choice, group: ProcessGroup, device: Device, convert: Convert | None) -> Opened:
     if group.is_main:
         found = find(choice)
         agree(group, "infer/model", lambda: found.weights)
@@ -113,12 +130,8 @@ def _set_template(tokenizer: Any, choice: Choice, found: Found) -> None:
         return
     data = (found.run or {}).get("data") or {}
     thinking = choice.enable_thinking if choice.enable_thinking is not None else data.get("enable_thinking")
-    try:
-        build_template(choice.template, tokenizer)  # sets the tokenizer's eos
-        text = exported_chat_template(choice.template, enable_thinking=thinking)
-    except UserError as error:
-        raise UserError(str(error).replace("data.template", "--template")) from error
-    tokenizer.chat_template = text
+    build_template(choice.template, tokenizer)  # sets the tokenizer's eos
+    tokenizer.chat_template = exported_chat_template(choice.template, enable_thinking=thinking)
 
 
 def _build(
