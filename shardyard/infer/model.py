@@ -125,13 +125,15 @@ def _open(choice: Choice, group: ProcessGroup, device: Device, convert: Convert 
 
 
 def _set_template(tokenizer: Any, choice: Choice, found: Found) -> None:
-    """The chosen template in the place of the tokenizer's own."""
-    if choice.template is None:
+    """The chosen template, or the run's ``inference.template``, in the place of the tokenizer's own."""
+    run = found.run or {}
+    name = choice.template or (run.get("inference") or {}).get("template")
+    if name is None:
         return
-    data = (found.run or {}).get("data") or {}
+    data = run.get("data") or {}
     thinking = choice.enable_thinking if choice.enable_thinking is not None else data.get("enable_thinking")
-    build_template(choice.template, tokenizer)  # sets the tokenizer's eos
-    tokenizer.chat_template = exported_chat_template(choice.template, enable_thinking=thinking)
+    build_template(name, tokenizer)  # sets the tokenizer's eos
+    tokenizer.chat_template = exported_chat_template(name, enable_thinking=thinking)
 
 
 def _build(
