@@ -139,3 +139,42 @@ def trained_text(tokenizer: Any, samples: Any) -> list[list[str]]:
                 stretches[-1].append(label)
         decoded.append([tokenizer.decode(ids) for ids in stretches])
     return decoded
+
+
+def sentencepiece_tokenizer(chat_template: str | None = None) -> Any:
+    """Llama's form: ``▁`` for spaces, one put before a text, and a token for each byte of what is unknown."""
+    from tokenizers import decoders, normalizers
+
+    spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return _of_pieces(spaces, None, decoders.Sequence(steps), chat_template)
+
+
+def metaspace_tokenizer(chat_template: str | None = None) -> Any:
+    """The older form of the same, by one step."""
+    from tokenizers import decoders, pre_tokenizers
+
+    return _of_pieces(None, pre_tokenizers.Metaspace(), decoders.Metaspace(), chat_template)
+
+
+def _of_pieces(normalizer: Any, pre_tokenizer: Any, decoder: Any, chat_template: str | None) -> Any:
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]
+    letters = [chr(code) for code in range(0x20, 0x7F)] + ["\n", "▁"]
+    merges = [("▁", "▁"), ("▁", "a"), ("▁", "b"), ("a", "b")]
+    words = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *map("".join, merges)]
+    vocab = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.chat_template = chat_template
+    return fast
