@@ -178,6 +178,8 @@ def run_tasks(job: TaskJob) -> int:
     try:
         parts = read_parts(job.asked) if group.is_main else {}
         opened = open_for_tasks(job.choice, group, device, convert=convert_to_hf)
+        if job.into_metrics and (opened.found.run_dir is None or opened.found.step is None):
+            raise UserError("--into-metrics: the model is not a checkpoint of a run")
         results = run_benchmarks(opened, group, job.asked, parts)
         if results is not None:
             _tell(job, results, opened.found.run_dir, opened.found.step)
@@ -194,9 +196,7 @@ def _tell(job: TaskJob, results: Results, run_dir: Path | None, step: int | None
     if job.output:
         write_results(results, job.output)
         print(f"results: {job.output}, and each sample beside it")
-    if job.into_metrics:
-        if run_dir is None or step is None:
-            raise UserError("--into-metrics: the model is not a checkpoint of a run")
+    if job.into_metrics and run_dir is not None:
         line = json.dumps({"step": step, "eval": metrics_of(results)})
         with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
