@@ -79,7 +79,8 @@ def test_the_references_script(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     job = read(
         [
             "--task", "ceval", "--task-data-path", "data/ceval", "--load", "mcore",
-            "--tokenizer-name-or-path", str(tmp_path), "--num-layers", "32", "--hidden-size", "4096", "--use-mcore-models", "--bf16",
+            "--tokenizer-name-or-path", str(tmp_path), "--num-layers", "32", "--hidden-size", "4096",
+            "--use-mcore-models", "--bf16",
             "--tensor-model-parallel-size", "2", "--seq-length", "4096", "--max-new-tokens", "1",
             "--evaluation-batch-size", "4", "--no-chat-template", "--broadcast", "--micro-batch-size", "1",
             "--instruction-template", "{fewshot_template}\n{question}", "--seed", "42",
