@@ -57,7 +57,7 @@ def test_two_ranks_answer_as_one_from_every_form_of_folder(ranks, tmp_path, para
     )  # fmt: skip
     assert told[1] is None
     kind, shared, found = told[0]
-    assert (kind, shared) == ("BatchEngine", parallel)
+    assert (kind, shared) == ("ContinuousEngine" if parallel == "tp" else "BatchEngine", parallel)
     assert found == [(ids, "length") for ids in expected]
 
 
@@ -113,16 +113,13 @@ def refusals_in_rank(folder: Path, kind: str) -> None:
 
 def make(opened: Any, kind: str, max_running: int = 4) -> Any:
     from shardyard.infer.engines.batches import BatchEngine
-    from shardyard.infer.engines.continuous import ContinuousEngine
+    from shardyard.infer.engines.continuous import ContinuousEngine, Room
 
     if kind == "batches":
         return BatchEngine(
             opened.model, context_length=opened.context_length, max_running=max_running, padded=True
         )
-    return ContinuousEngine(
-        opened.model, context_length=opened.context_length, max_running=max_running, cache_tokens=512,
-        prefill_tokens=64,
-    )  # fmt: skip
+    return ContinuousEngine(opened.model, Room(opened.context_length, max_running, 512, 64))
 
 
 @pytest.mark.parametrize("kind", ["continuous", "batches"])

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shardyard.infer.engines.batches import BatchEngine, follow
-from shardyard.infer.engines.continuous import ContinuousEngine
+from shardyard.infer.engines.batches import BatchEngine
+from shardyard.infer.engines.batches import follow as follow_batches
+from shardyard.infer.engines.continuous import ContinuousEngine, Room
+from shardyard.infer.engines.continuous import follow as follow_continuous
 from shardyard.infer.engines.trial import pads_exactly, scores_of_continuous
 from shardyard.infer.model import Opened
 from shardyard.infer.types import Engine
 
-__all__ = ["build_engine", "with_engine"]
+__all__ = ["with_engine"]
 logger = logging.getLogger("shardyard.infer")
 
 _Result = TypeVar("_Result")
@@ -29,43 +31,60 @@ def with_engine(
     max_running: int = 32,
     cache_tokens: int | None = None,
 ) -> _Result | None:
-    """``work`` with an engine, on rank 0; the other ranks follow it to its end and get None."""
-    if not opened.group.is_main:
-        follow(opened.model)
+    """``work`` with an engine, on rank 0; the other ranks follow it to its end and get None.
+
+    Continuous batching where one rank has the model or all share each layer, and transformers' paged caches
+    give the numbers of its plain forward; else batches of `generate`.
+
+    ``cache_tokens``: the most tokens that all running requests hold together; by default what a quarter of
+    the free memory holds, and no more than ``max_running`` whole contexts.
+    """
+    model, is_main = opened.model, opened.group.is_main
+    room = _room(opened, max_running, cache_tokens)
+    if room is not None:
+        engine = _continuous(model, room, is_main)
+        return None if engine is None else _closing(engine, work)
+    ranks = opened.group.world_size
+    padded = ranks > 1 or pads_exactly(model)
+    if not is_main:
+        follow_batches(model)
         return None
-    engine = build_engine(opened, max_running=max_running, cache_tokens=cache_tokens)
+    if not padded:
+        logger.info("prompts of unequal length are answered one after another: padding would change them")
+    batches = BatchEngine(
+        model, context_length=opened.context_length, max_running=max_running, padded=padded, ranks=ranks
+    )
+    return _closing(batches, work)
+
+
+def _closing(engine: Engine, work: Callable[[Engine], _Result]) -> _Result:
     try:
         return work(engine)
     finally:
         engine.close()
 
 
-def build_engine(opened: Opened, *, max_running: int = 32, cache_tokens: int | None = None) -> Engine:
-    """The engine for this model, on rank 0: continuous batching where one rank has it all and transformers'
-    paged caches give the numbers of its plain forward, else batches of `generate`.
-
-    ``cache_tokens``: the most tokens that all running requests hold together; by default what a quarter of
-    the free memory holds, and no more than ``max_running`` whole contexts.
-    """
-    model, length = opened.model, opened.context_length
-    ranks = opened.group.world_size
-    if ranks == 1:
-        tokens = cache_tokens or _cache_tokens(opened, max_running)
-        why = scores_of_continuous(model, lambda: _continuous(model, length, 2, min(tokens, 512)))
-        if why is None:
-            return _continuous(model, length, max_running, tokens)
-        logger.info("requests are answered in batches that begin and end together: %s", why)
-    padded = ranks > 1 or pads_exactly(model)
-    if not padded:
-        logger.info("prompts of unequal length are answered one after another: padding would change them")
-    return BatchEngine(model, context_length=length, max_running=max_running, padded=padded, ranks=ranks)
+def _room(opened: Opened, max_running: int, cache_tokens: int | None) -> Room | None:
+    """What continuous batching may hold, the same on every rank; None where it does not carry the model."""
+    if opened.parallel == "fsdp":
+        return None  # transformers' loop refuses shards that are gathered for each forward
+    model = opened.model
+    mine = cache_tokens or _cache_tokens(opened, max_running)
+    tokens = int(opened.group.gather([mine]).min())
+    small = Room(opened.context_length, 2, min(tokens, 512), PREFILL_TOKENS)
+    why = scores_of_continuous(model, lambda: _continuous(model, small, opened.group.is_main), opened.group)
+    if why is None:
+        return Room(opened.context_length, max_running, tokens, PREFILL_TOKENS)
+    logger.info("requests are answered in batches that begin and end together: %s", why)
+    return None
 
 
-def _continuous(model: Any, context_length: int, max_running: int, cache_tokens: int) -> ContinuousEngine:
-    return ContinuousEngine(
-        model, context_length=context_length, max_running=max_running, cache_tokens=cache_tokens,
-        prefill_tokens=PREFILL_TOKENS,
-    )  # fmt: skip
+def _continuous(model: Any, room: Room, is_main: bool) -> ContinuousEngine | None:
+    """The engine of rank 0; another rank follows it to its end."""
+    if is_main:
+        return ContinuousEngine(model, room)
+    follow_continuous(model, room)
+    return None
 
 
 def _cache_tokens(opened: Opened, max_running: int) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from dataclasses import dataclass, field, replace
 
 from shardyard.infer.sampler import NotFiniteError
 from shardyard.infer.types import Deliver, Finished, Load, Request, Token
+
+logger = logging.getLogger("shardyard.infer")
 
 
 @dataclass
@@ -78,11 +81,15 @@ class Book:
                 return
             if isinstance(event, Finished):
                 entry.done = True
-            entry.deliver(event)
+            try:
+                entry.deliver(event)
+            except Exception:  # the fault of one caller is not that of the others
+                logger.exception("%s: whoever waits for it failed to take an event", entry.id)
+                entry.done = True
         with self._lock:
-            if isinstance(event, Finished):
+            if entry.done:
                 self._entries.pop(entry.id, None)
-            else:
+            if isinstance(event, Token):
                 self._new_tokens += 1
 
     def fail(self, fault: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,29 +36,40 @@ _PAGE = 64
 """Tokens of a page of the cache: prompts with a common beginning share whole pages."""
 
 
-class ContinuousEngine:
-    """`Engine` over one process's model. ``cache_tokens``: how many tokens all requests together may hold."""
+@dataclass(frozen=True)
+class Room:
+    """What an engine may hold at a time."""
 
-    def __init__(
-        self, model: Any, *, context_length: int, max_running: int, cache_tokens: int, prefill_tokens: int
-    ) -> None:
-        context_length = min(context_length, cache_tokens)
-        vocab_size = model.config.get_text_config().vocab_size
-        self._book = Book(context_length, vocab_size)
-        self.context_length = context_length
+    context_length: int
+    max_running: int
+    """Requests."""
+    cache_tokens: int
+    """Tokens of all running requests together."""
+    prefill_tokens: int
+    """Tokens of one step."""
+
+    def config(self, model: Any) -> ContinuousBatchingConfig:
         kinds = len(set(getattr(model.config.get_text_config(), "layer_types", None) or [None]))
-        config = ContinuousBatchingConfig(
+        return ContinuousBatchingConfig(
             page_size=_PAGE,
             # each request may leave a page half full, of each kind of attention
-            num_blocks=math.ceil(cache_tokens / _PAGE) + (max_running + 1) * kinds,
-            max_batch_tokens=max(prefill_tokens, max_running),
-            max_requests_per_batch=max_running,
+            num_blocks=math.ceil(self.cache_tokens / _PAGE) + (self.max_running + 1) * kinds,
+            max_batch_tokens=max(self.prefill_tokens, self.max_running),
+            max_requests_per_batch=self.max_running,
             # what a captured graph replays would not ask our rows
             use_cuda_graph=False,
             use_async_batching=False,
             auto_switch_to_flash=model.dtype is not torch.float32,
         )
-        self._manager = _Manager(model, config, self._book)
+
+
+class ContinuousEngine:
+    """`Engine` of one process, or of rank 0 of those that share each layer; the others `follow`."""
+
+    def __init__(self, model: Any, room: Room) -> None:
+        self.context_length = min(room.context_length, room.cache_tokens)
+        self._book = Book(self.context_length, model.config.get_text_config().vocab_size)
+        self._manager = _Manager(model, room.config(model), self._book)
         self._manager.start()
 
     @property
@@ -94,12 +107,22 @@ class ContinuousEngine:
         self._manager.destroy()
 
 
+def follow(model: Any, room: Room) -> None:
+    """What the other ranks do until rank 0's engine is closed. Raises RuntimeError for a fault."""
+    manager = _Manager(model, room.config(model), None)
+    manager.start()
+    manager.join(time.perf_counter())
+    if fault := manager.background_thread_status.fatal_error:
+        raise RuntimeError(f"generation has stopped: {fault}") from fault
+    manager.destroy()
+
+
 class _Manager(ContinuousBatchingManager):
-    """transformers' manager with our choice of tokens and our way of events."""
+    """transformers' manager with our choice of tokens and our way of events; without a book, a follower's."""
 
     closing = False
 
-    def __init__(self, model: Any, config: ContinuousBatchingConfig, book: Book) -> None:
+    def __init__(self, model: Any, config: ContinuousBatchingConfig, book: Book | None) -> None:
         super().__init__(model, GenerationConfig(eos_token_id=-1, do_sample=False), config)
         self._book = book
         self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList())
@@ -107,19 +130,21 @@ class _Manager(ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
-        chooser = _Chooser(processor, self._book, self.cancel_request)
-        processor.model_runner._sample = chooser  # type: ignore[method-assign]
+        chooser = None if self._book is None else _Chooser(processor, self._book, self.cancel_request)
+        processor.model_runner._sample = _Told(processor, chooser)  # type: ignore[method-assign]
         return processor
 
 
 class _Router(OutputRouter):
     """Takes the ends of requests; their tokens have gone out when they were chosen."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Book | None) -> None:
         super().__init__()
         self._book = book
 
     def deliver(self, output: GenerationOutput) -> None:
+        if self._book is None:
+            return
         entry = self._book.get(output.request_id)
         if entry is None or not output.is_finished():
             return
@@ -135,25 +160,42 @@ class _Router(OutputRouter):
             self.deliver(output)
 
 
-class _Chooser:
-    """Stands for transformers' ``_sample``: the scores of a step -> the next token of each request."""
+class _Told:
+    """Stands for transformers' ``_sample``: the scores of a step -> the next token of each request.
 
-    def __init__(self, processor: ContinuousBatchProcessor, book: Book, cancel: Any) -> None:
-        self._processor, self._book, self._cancel = processor, book, cancel
-        self._most = 2 * (processor.cb_config.max_requests_per_batch or 1)
-        self._rows: dict[str, Row] = {}
+    Rank 0 chooses; what it has chosen is told to the ranks that share the model.
+    """
+
+    def __init__(self, processor: ContinuousBatchProcessor, chooser: _Chooser | None) -> None:
+        self._processor, self._chooser = processor, chooser
 
     def __call__(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """``scores`` [1, R, V] of the R requests that get a token now; ids go into ``output_ids`` [1, *]."""
-        in_batch: Any = self._processor.inputs_and_outputs.requests_in_batch  # type: ignore[union-attr]  # pyright: ignore[reportAttributeAccessIssue]
+        in_batch: Any = self._processor.inputs_and_outputs.requests_in_batch  # pyright: ignore[reportAttributeAccessIssue]
         names = [future.state.request_id for future in in_batch if future.has_new_token]
+        told = output_ids[0, : len(names)]
+        if self._chooser is not None:
+            told.copy_(torch.tensor(self._chooser.ids(names, scores[0]), dtype=told.dtype))
+        self._processor.distributed_helper.tp_broadcast_from_rank_0(told)
+
+
+class _Chooser:
+    """Asks the row of each request, and delivers what it has chosen."""
+
+    def __init__(self, processor: ContinuousBatchProcessor, book: Book, cancel: Any) -> None:
+        self._book, self._cancel = book, cancel
+        self._most = 2 * (processor.cb_config.max_requests_per_batch or 1)
+        self._rows: dict[str, Row] = {}
+
+    def ids(self, names: list[str], scores: torch.Tensor) -> list[int]:
+        """The next token of each request of ``names`` [R], by ``scores`` [R, V]; 0 for one that is gone."""
         entries = [self._book.get(name) for name in names]
         live = [(index, entry) for index, entry in enumerate(entries) if entry is not None]
         for name in (name for name, entry in zip(names, entries, strict=True) if entry is None):
             self._cancel(name)  # it may have been cancelled before the loop knew of it
-        ids = [0] * len(names)  # nobody reads those of cancelled requests
+        ids = [0] * len(names)
         if live:
-            kept = scores[0] if len(live) == len(names) else scores[0][[index for index, _ in live]]
+            kept = scores if len(live) == len(names) else scores[[index for index, _ in live]]
             rows = [self._row(entry, scores.device) for _, entry in live]
             for (index, entry), token in zip(live, choose_all(rows, kept), strict=True):
                 self._book.give(entry, token)
@@ -161,8 +203,8 @@ class _Chooser:
                     self._cancel(entry.id)
                 else:
                     ids[index] = token.id
-        output_ids[0, : len(ids)] = torch.tensor(ids, dtype=output_ids.dtype)
         self._forget()
+        return ids
 
     def _row(self, entry: Entry, device: torch.device) -> Row:
         row = self._rows.get(entry.id)

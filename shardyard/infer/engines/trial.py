@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import utils as continuous_utils
 
+from shardyard.device import ProcessGroup
 from shardyard.errors import first_line
 from shardyard.infer.types import Engine, Event, Finished, Request, Sampling, Token
 
@@ -21,19 +22,27 @@ _TOKENS, _PROMPTS = 3, (5, 9)
 _SECONDS = 600.0
 
 
-def scores_of_continuous(model: Any, make: Callable[[], Engine]) -> str | None:
-    """Why the engine that ``make`` builds does not answer as the model's plain forward; None if it does."""
+def scores_of_continuous(model: Any, make: Callable[[], Engine | None], group: ProcessGroup) -> str | None:
+    """Why the engine that ``make`` builds does not answer as the model's plain forward; None if it does.
+
+    Every rank calls it; ``make`` gives rank 0 the engine, and follows it on the others.
+    """
     prompts = [_prompt(model, length) for length in _PROMPTS]
+    fault, answers = "", []
     try:
         with _quiet():
             engine = make()
-            try:
-                answers = _ask(engine, prompts)
-            finally:
-                engine.close()
+            if engine is not None:
+                try:
+                    answers = _ask(engine, prompts)
+                finally:
+                    engine.close()
     except Exception as error:  # of every type: transformers' paged caches know some families only
-        return f"transformers' continuous batching does not carry this model: {first_line(error)}"
-    for prompt, answer in zip(prompts, answers, strict=True):
+        fault = first_line(error)
+    told = group.gather_objects((fault, answers))
+    if faults := [text for text, _ in told if text]:
+        return f"transformers' continuous batching does not carry this model: {faults[0]}"
+    for prompt, answer in zip(prompts, told[0][1], strict=True):
         difference = _difference(model, prompt, answer)
         if not difference <= _TOLERANCE[model.dtype]:
             return f"continuous batching gives other log-probabilities, by {difference:.1e}"
