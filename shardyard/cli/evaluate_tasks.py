@@ -85,16 +85,15 @@ def add_task_options(parser: Parser, *, output: bool = False) -> None:
 
 def _limit(text: str) -> int | float:
     """A whole number from 1 on, or a share between 0 and 1."""
+    if text.isascii() and text.isdigit() and int(text) >= 1:
+        return int(text)
     try:
-        return count(text) if text.isdigit() else _share(float(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of rows, and no share below 1") from error
-
-
-def _share(value: float) -> float:
-    if not 0.0 < value < 1.0:
-        raise ValueError
-    return value
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of rows, and no share below 1")
+    return share
 
 
 def is_about_tasks(options: argparse.Namespace) -> bool:

@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardyard.cli.convert_options import Parser, count
+from shardyard.cli.convert_options import Parser, count, parse
 from shardyard.cli.evaluate_tasks import TaskJob, run_tasks
-from shardyard.cli.inference_options import parse_verb, whole
+from shardyard.cli.inference_options import whole
 from shardyard.cli.inference_ranks import is_rank
+from shardyard.cli.megatron_words import MegatronWords, take_megatron_words
 from shardyard.errors import UserError
 from shardyard.evaluate.benchmarks import Benchmarks, require_lm_eval, task_names
 from shardyard.evaluate.results import check_output
 from shardyard.infer.opening import Choice
 
-_SAID_BY_THE_FOLDER = (
-    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups",
-    "--kv-channels", "--max-position-embeddings", "--position-embedding-type", "--rotary-base",
-    "--rotary-percent", "--rope-scaling-type", "--normalization", "--norm-epsilon", "--num-experts",
-    "--moe-router-topk", "--moe-ffn-hidden-size", "--make-vocab-size-divisible-by", "--padded-vocab-size",
-    "--vocab-size", "--tokenizer-type", "--spec", "--init-method-std", "--transformer-impl",
-)  # fmt: skip
-"""Options with a value of which the model's own files decide."""
-_WITHOUT_EFFECT = (
-    "--micro-batch-size", "--global-batch-size", "--distributed-backend", "--attention-dropout",
-    "--hidden-dropout", "--distributed-timeout-minutes", "--log-interval", "--lr",
-)  # fmt: skip
-_FLAGS_WITHOUT_EFFECT = (
-    "--use-mcore-models", "--use-flash-attn", "--use-fused-rmsnorm", "--use-fused-swiglu",
-    "--use-fused-rotary-pos-emb", "--use-rotary-position-embeddings", "--swiglu", "--disable-bias-linear",
-    "--untie-embeddings-and-output-weights", "--add-qkv-bias", "--qk-layernorm", "--group-query-attention",
-    "--attention-softmax-in-fp32", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion",
-    "--no-gradient-accumulation-fusion", "--exit-on-missing-checkpoint", "--no-load-rng", "--no-load-optim",
-    "--sequence-parallel", "--tokenizer-not-use-fast", "--moe-grouped-gemm", "--use-kv-cache", "--broadcast",
-    "--origin-postprocess", "--overlap-grad-reduce", "--use-distributed-optimizer", "--hf-chat-template",
-    "--finetune",
-)  # fmt: skip
 _REFUSED = {
-    **dict.fromkeys(
-        ("--lora-load", "--lora-r", "--lora-alpha", "--lora-target-modules", "--lora-fusion"),
-        "adapters are not evaluated here yet; merge them into the model first",
-    ),
     "--prompt-type": "name the template with `shardyard evaluate --template`, or train with it",
     "--repetition-penalty": "benchmarks' answers are judged as the model gives them",
 }
@@ -81,58 +57,38 @@ def read(argv: Sequence[str]) -> TaskJob | None:
     Raises:
         UserError: an option that is unknown or refused, or what a task lacks.
     """
-    words = _without_megatron(argv)
-    options = parse_verb(_parser(), _not_refused(words))
-    if options is None:
+    said = take_megatron_words(list(argv))
+    try:
+        options = parse(_parser(), said.left, _REFUSED)
+    except SystemExit:
         return None
-    _check_template(options.instruction_template)
-    if options.chain_of_thought and options.alternative_prompt:
-        raise UserError("--chain-of-thought with --alternative-prompt: they are two ways to ask; leave one")
-    if not options.task:
-        raise UserError("--task: name what is asked, as mmlu or gsm8k")
+    _check(options)
+    for line in said.lines if os.environ.get("RANK", "0") == "0" else ():
+        print(line, file=sys.stderr)
     names = task_names(options.task)
     folders = [Path(path) for path in options.task_data_path or ()]
     if len(folders) not in (0, 1, len(names)):
         raise UserError(f"--task-data-path: {len(folders)} folders for {len(names)} tasks; name one for each")
-    data = dict(zip(names, folders, strict=True)) if len(folders) == len(names) else {"": folders[0]}
+    data = dict(zip(names if len(folders) > 1 else ("",), folders, strict=bool(folders[1:])))
     asked = Benchmarks(
-        tasks=names, data=data if folders else {}, variant=_variant(options),
+        tasks=names, data=data, variant=_variant(options),
         chat=False if options.no_chat_template else None, limit=options.max_eval_samples,
         batch_size=options.evaluation_batch_size, language=options.eval_language or "", seed=options.seed,
-        max_length=options.seq_length, generation=_generation(options),
+        max_length=options.max_length, generation=_generation(options),
         allow_code=options.allow_code_execution, num_fewshot=options.num_fewshot,
     )  # fmt: skip
     if options.output:
         check_output(options.output)
     require_lm_eval()
-    return TaskJob(_choice(options), asked, options.output)
+    return TaskJob(_choice(options, said), asked, options.output)
 
 
-def _without_megatron(argv: Sequence[str]) -> list[str]:
-    """The words without options that mean nothing here; a line names them."""
-    kept, left_out = [], []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, _ = word.partition("=")
-        if name in _FLAGS_WITHOUT_EFFECT:
-            left_out.append(name)
-        elif name in _SAID_BY_THE_FOLDER or name in _WITHOUT_EFFECT:
-            left_out.append(name)
-            while not equals and words and not words[0].startswith("--"):
-                words.pop(0)
-        else:
-            kept.append(word)
-    if left_out:
-        print(f"of no effect here, as the model's folder decides: {' '.join(left_out)}", file=sys.stderr)
-    return kept
-
-
-def _not_refused(words: list[str]) -> list[str]:
-    for word in words:
-        if reason := _REFUSED.get(word.partition("=")[0]):
-            raise UserError(f"{word.partition('=')[0]}: {reason}")
-    return words
+def _check(options: argparse.Namespace) -> None:
+    _check_template(options.instruction_template)
+    if options.chain_of_thought and options.alternative_prompt:
+        raise UserError("--chain-of-thought with --alternative-prompt: they are two ways to ask; leave one")
+    if not options.task:
+        raise UserError("--task: name what is asked, as mmlu or gsm8k")
 
 
 def _check_template(template: str | None) -> None:
@@ -164,16 +120,13 @@ def _generation(options: argparse.Namespace) -> dict[str, float | int | bool]:
     return found
 
 
-def _choice(options: argparse.Namespace) -> Choice:
-    tokenizer = options.tokenizer_name_or_path
+def _choice(options: argparse.Namespace, said: MegatronWords) -> Choice:
+    tokenizer, load = options.tokenizer_name_or_path, Path(options.load).expanduser()
     has_config = tokenizer is not None and (Path(tokenizer).expanduser() / "config.json").is_file()
-    sizes = [options.pipeline_model_parallel_size, options.expert_model_parallel_size]
-    parallel = "tp" if options.tensor_model_parallel_size > 1 else "none"
-    parallel = "fsdp" if any(size > 1 for size in sizes) else parallel
-    own_config = (Path(options.load).expanduser() / "config.json").is_file()
     return Choice(
-        options.load, tokenizer=tokenizer, config=tokenizer if has_config and not own_config else None,
-        dtype="bf16" if options.bf16 else "fp16" if options.fp16 else "auto", parallel=parallel,
+        options.load, tokenizer=tokenizer,
+        config=tokenizer if has_config and not (load / "config.json").is_file() else None,
+        dtype=said.dtype, parallel="tp" if said.tp > 1 else "none",
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 
@@ -196,19 +149,19 @@ def _parser() -> Parser:
     add("--alternative-prompt", action="store_true", help="ask for an answer in words")
     add("--instruction-template", metavar="TEXT", help="only '{fewshot_template}{question}'")
     add("--max-new-tokens", type=count, metavar="N", help="longest answer; default: the task's")
-    add("--seq-length", type=count, metavar="N", help="tokens of prompt and answer")
+    add("--max-length", type=count, metavar="N", help="tokens of prompt and answer together")
     add("--temperature", type=float, metavar="T", help="draw answers; greedy without it")
     add("--top-p", type=float, metavar="P")
     add("--top-k", type=whole, metavar="K")
     add("--seed", type=whole, default=0, metavar="N")
-    add("--bf16", action="store_true")
-    add("--fp16", action="store_true")
-    add("--trust-remote-code", action="store_true")
+    add("--trust-remote-code", action="store_true", help="run the Python files of the model's folder")
+    add("--broadcast", action="store_true", help="not needed: ranks that share a model always agree")
+    add("--origin-postprocess", action="store_true", help="of no effect: answers are judged in one way")
+    add("--use-kv-cache", action="store_true", help="always so")
+    add("--hf-chat-template", action="store_true", help="always so, without --no-chat-template")
     add(
         "--tensor-model-parallel-size", type=count, default=1, metavar="N", help="above 1: ranks share layers"
     )
-    add("--pipeline-model-parallel-size", type=count, default=1, metavar="N", help="above 1: as fsdp")
-    add("--expert-model-parallel-size", type=count, default=1, metavar="N", help="above 1: as fsdp")
     add("--num-fewshot", type=whole, metavar="N", help="not the reference's: examples that are shown")
     add("--output", type=Path, metavar="FILE.json", help="not the reference's: where results go")
     add("--allow-code-execution", action="store_true", help="run the programs of human_eval, in a sandbox")

@@ -81,7 +81,7 @@ def test_the_references_script(capsys: pytest.CaptureFixture[str], tmp_path: Pat
             "--task", "ceval", "--task-data-path", "data/ceval", "--load", "mcore",
             "--tokenizer-name-or-path", str(tmp_path), "--num-layers", "32", "--hidden-size", "4096",
             "--use-mcore-models", "--bf16",
-            "--tensor-model-parallel-size", "2", "--seq-length", "4096", "--max-new-tokens", "1",
+            "--tensor-model-parallel-size", "2", "--max-length", "4096", "--max-new-tokens", "1",
             "--evaluation-batch-size", "4", "--no-chat-template", "--broadcast", "--micro-batch-size", "1",
             "--instruction-template", "{fewshot_template}\n{question}", "--seed", "42",
         ]
@@ -89,9 +89,10 @@ def test_the_references_script(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert job is not None
     assert (job.choice.model, job.choice.config, job.choice.dtype) == ("mcore", str(tmp_path), "bf16")
     assert job.choice.parallel == "tp"
-    assert job.asked.tasks == ("ceval",) and job.asked.data == {"ceval": Path("data/ceval")}
+    assert job.asked.tasks == ("ceval",) and job.asked.data == {"": Path("data/ceval")}
     assert (job.asked.batch_size, job.asked.chat, job.asked.max_length) == (4, False, 4096)
-    assert "--num-layers --hidden-size --use-mcore-models --broadcast" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--num-layers --hidden-size" in told and "--use-mcore-models --micro-batch-size" in told
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_the_references_script(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     [
         ([], "--load"),
         (["--load", "m"], "--task: name what is asked"),
-        (["--load", "m", "--task", "mmlu", "--lora-load", "x"], "--lora-load: adapters are not"),
+        (["--load", "m", "--task", "mmlu", "--lora-load", "x"], "--lora-load: merge the adapter"),
         (["--load", "m", "--task", "mmlu", "--instruction-template", "{question}"], "--task-path"),
         (["--load", "m", "--task", "a", "b", "c", "--task-data-path", "x", "y"], "2 folders for 3 tasks"),
         (["--load", "m", "--task", "mmlu", "--top-p", "0.5"], "say --temperature too"),
