@@ -89,10 +89,7 @@ def read_generate(words: Sequence[str]) -> Job | None:
         JsonlOutput(output, overwrite=options.overwrite).check()
     elif options.overwrite:
         raise UserError("--overwrite is for --output; leave it out")
-    wanted = Wanted(
-        asked_of(options), options.n, options.raw, options.system, tuple(_tools(options.tools)),
-        options.enable_thinking,
-    )  # fmt: skip
+    wanted = Wanted(asked_of(options), options.n, options.raw, options.system, tuple(_tools(options.tools)))
     prompts_of_words(options.prompt or [])  # their faults come before the model is loaded
     return Job(
         choice_of(options), wanted, tuple(options.prompt or ()), given, form, output, options.overwrite,
@@ -118,7 +115,7 @@ def _parser() -> Any:
     add("--overwrite", action="store_true", help="replace that file")
     add("-n", type=count, default=1, metavar="N", help="answers to each prompt (default 1)")
     add("--num-beams", type=count, metavar="K", help="search with so many beams")
-    add_logprobs_option(parser)
+    add_logprobs_option(add)
     add("--max-running", type=count, default=32, metavar="N", help="answers at a time (default 32)")
     add_infer_backend(add)
     add_model_options(parser)
@@ -149,10 +146,30 @@ def _tools(name: str | None) -> list[Any]:
 
 def run_generate(job: Job) -> int:
     """Answer the prompts, on every rank of the run."""
-    backend = job.backend or "huggingface"
-    if backend != "huggingface":
-        raise UserError(f"--infer-backend {backend}: not there yet")
-    return with_model(job.choice, lambda opened: _answer(job, opened))
+    backend = job.backend or _backend_of_run(job.choice)
+    if backend == "huggingface":
+        return with_model(job.choice, lambda opened: _answer(job, opened))
+    from shardyard.cli.other_engines import generate_with
+
+    writers: list[_Writer] = []
+
+    def emit(tokenizer: Any) -> Any:
+        writers.append(_Writer(job, tokenizer))
+        return writers[0].take
+
+    try:
+        generate_with(backend, job.choice, lambda: _rows(job), job.wanted, emit)
+        return writers[0].finish()
+    finally:
+        for writer in writers:
+            writer.abandon()
+
+
+def _backend_of_run(choice: Choice) -> str:
+    from shardyard.infer.opening import find
+
+    section = (find(choice).run or {}).get("inference") or {}
+    return section.get("infer_backend") or "huggingface"
 
 
 def _answer(job: Job, opened: Opened) -> int:

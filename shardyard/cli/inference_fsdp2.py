@@ -33,7 +33,6 @@ class Job:
     choice: Choice
     section: dict[str, Any]
     backend: str
-    enable_thinking: bool | None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +76,7 @@ def read(argv: Sequence[str]) -> Job:
         trust_remote_code=model.trust_remote_code, template=section["template"] or template,
         enable_thinking=thinking, parallel=_parallel(loaded),
     )  # fmt: skip
-    return Job(choice, section, section["infer_backend"], thinking)
+    return Job(choice, section, section["infer_backend"])
 
 
 def _load(words: list[str]) -> Loaded:
@@ -111,12 +110,11 @@ def run(job: Job) -> int:
     if job.backend != "huggingface":
         from shardyard.cli.other_engines import talk_with
 
-        return talk_with(job.backend, job.choice, job.section, Wanted(enable_thinking=job.enable_thinking))
+        return talk_with(job.backend, job.choice, job.section)
     return with_model(job.choice, lambda opened: _talk(job, opened))
 
 
 def _talk(job: Job, opened: Opened) -> int:
     from shardyard.infer.talk import FSDP2, converse
 
-    wanted = Wanted(enable_thinking=job.enable_thinking)
-    return converse(opened, FSDP2, wanted, section=job.section)
+    return converse(opened, FSDP2, Wanted(), section=job.section)

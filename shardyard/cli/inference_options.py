@@ -117,8 +117,9 @@ def asked_of(options: argparse.Namespace) -> Asked:
     return Asked.of(vars(options))
 
 
-def add_logprobs_option(parser: Parser) -> None:
-    parser.add_argument(
+def add_logprobs_option(add: Callable[..., object]) -> None:
+    """``--logprobs [K]``, into a group of options."""
+    add(
         "--logprobs", type=_number_of_logprobs, nargs="?", const=0, metavar="K",
         help="log-probability of each token, and of the K likeliest",
     )  # fmt: skip

@@ -61,4 +61,4 @@ class JsonlOutput:
         if self._file is not None and self._temporary is not None:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
-            self._file = None
+            self._file, self._lines = None, 0

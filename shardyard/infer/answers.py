@@ -77,6 +77,11 @@ def _next(events: queue.SimpleQueue[tuple[int, Event]], engine: Engine) -> tuple
                 raise RuntimeError(engine.fault) from None
 
 
+def text_stream(task: Task, tokenizer: Any) -> TextStream:
+    """For the text of a task's answer: the marks of calls are kept, though they may be special tokens."""
+    return TextStream(tokenizer, task.stop, keep=task.replies.marks if task.replies is not None else ())
+
+
 class _Open:
     """An answer that grows."""
 
@@ -84,7 +89,7 @@ class _Open:
         self.answer = Answer()
         self.ended = False
         self._stop_ids = task.request.sampling.stop_ids
-        self._stream = TextStream(tokenizer, task.stop)
+        self._stream = text_stream(task, tokenizer)
         self._engine = engine
         self._id = engine.submit(task.request, deliver)
 

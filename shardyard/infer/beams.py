@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from shardyard.infer.answers import Answer
-from shardyard.infer.types import Request, Token
+from shardyard.infer.answers import Answer, text_stream
+from shardyard.infer.plan import Task
+from shardyard.infer.types import Token
 
 
 @torch.no_grad()
-def beam_search(
-    model: Any, tokenizer: Any, request: Request, *, num_beams: int, n: int, context_length: int
-) -> list[Answer]:
-    """The ``n`` best of ``num_beams`` beams, best first. With a temperature beams are drawn, by the seed.
+def beam_search(model: Any, tokenizer: Any, task: Task, *, context_length: int) -> list[Answer]:
+    """The ``n`` best of the task's beams, best first. With a temperature beams are drawn, by the seed.
 
     ``logit_bias`` and the penalties for presence and frequency are none of transformers', and are refused
     before.
     """
-    sampling, ids = request.sampling, torch.tensor([request.prompt_ids], device=model.device)
+    sampling = task.request.sampling
+    ids = torch.tensor([task.request.prompt_ids], device=model.device)
     config = GenerationConfig(
-        num_beams=num_beams, num_return_sequences=n,
+        num_beams=task.num_beams, num_return_sequences=task.n,
         max_new_tokens=min(sampling.max_new_tokens, context_length - ids.shape[1]),
         do_sample=not sampling.is_greedy, repetition_penalty=sampling.repetition_penalty,
         eos_token_id=sorted(sampling.stop_ids) or None, pad_token_id=_pad(sampling.stop_ids),
@@ -37,9 +37,7 @@ def beam_search(
     found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
     scores = found.sequences_scores.tolist()
     rows = found.sequences[:, ids.shape[1] :].tolist()
-    return [
-        _answer(row, score, tokenizer, sampling.stop_ids) for row, score in zip(rows, scores, strict=True)
-    ]
+    return [_answer(row, score, task, tokenizer) for row, score in zip(rows, scores, strict=True)]
 
 
 def _pad(stop_ids: frozenset[int]) -> int:
@@ -47,8 +45,11 @@ def _pad(stop_ids: frozenset[int]) -> int:
     return min(stop_ids, default=0)
 
 
-def _answer(ids: list[int], score: float, tokenizer: Any, stop_ids: frozenset[int]) -> Answer:
-    end = next((place for place, token in enumerate(ids) if token in stop_ids), None)
-    kept = ids if end is None else ids[: end + 1]
-    text = tokenizer.decode(ids if end is None else ids[:end], skip_special_tokens=True)
-    return Answer(text, [Token(token) for token in kept], "length" if end is None else "stop", score=score)
+def _answer(ids: list[int], score: float, task: Task, tokenizer: Any) -> Answer:
+    stop_ids, stream, text = task.request.sampling.stop_ids, text_stream(task, tokenizer), ""
+    for place, token in enumerate(ids):
+        text += "" if token in stop_ids else stream.feed(token)
+        if token in stop_ids or stream.finished:  # a stop text is the template's; the user's are refused
+            kept = [Token(token) for token in ids[: place + 1]]
+            return Answer(text + ("" if stream.finished else stream.flush()), kept, "stop", score=score)
+    return Answer(text + stream.flush(), [Token(token) for token in ids], "length", score=score)

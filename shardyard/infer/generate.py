@@ -21,6 +21,7 @@ from shardyard.progress import Bar
 logger = logging.getLogger("shardyard.infer")
 
 _TELL_S = 30.0
+_NO_ROW = Row("")
 Emit = Callable[[Task, Answer, int], object]
 """Takes an answer and its number in its row; in order, on rank 0."""
 
@@ -76,17 +77,15 @@ def _check_room(engine: Engine, tasks: Sequence[Task]) -> None:
 def _by_beams(opened: Opened, tasks: list[Task], emit: Emit) -> None:
     group = opened.group
     if group.world_size > 1:
-        asked = [(task.request, task.num_beams, task.n) for task in tasks] if group.is_main else None
+        # rows may hold anything, and formats are no concern of the others
+        asked = [Task(_NO_ROW, 0, task.request, (), task.num_beams, task.n) for task in tasks]
         shared = group.gather_objects(asked)[0]
     else:
-        shared = [(task.request, task.num_beams, task.n) for task in tasks]
+        shared = tasks
 
     def search() -> Iterator[list[Answer]]:
-        for request, beams, n in shared:
-            yield beam_search(
-                opened.model, opened.tokenizer, request, num_beams=beams, n=n,
-                context_length=opened.context_length,
-            )  # fmt: skip
+        for task in tasks if group.is_main else shared:
+            yield beam_search(opened.model, opened.tokenizer, task, context_length=opened.context_length)
 
     if not group.is_main:
         for _ in search():

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from shardyard.errors import UserError
 from shardyard.infer.asked import Asked, sampling_of
+from shardyard.infer.chat_format import ChatFormat
+from shardyard.infer.opening import Choice
 from shardyard.infer.prompts import Row, Wanted
 from shardyard.infer.types import Request, Sampling
 
@@ -25,6 +27,8 @@ class Side(Protocol):
     @property
     def context_length(self) -> int: ...
     @property
+    def choice(self) -> Choice: ...
+    @property
     def run(self) -> dict[str, Any] | None: ...
 
 
@@ -38,6 +42,10 @@ class Task:
     stop: tuple[str, ...] = ()
     num_beams: int = 1
     n: int = 1
+    replies: Any = None
+    """Of a chat, how the model writes thoughts and calls: a `ReplyFormat`."""
+    in_thought: bool = False
+    """Whether the prompt has opened a thought."""
 
 
 class TooLongError(UserError):
@@ -57,8 +65,9 @@ class Planner:
     def __init__(self, side: Side, wanted: Wanted, *, section: Mapping[str, Any] | None = None) -> None:
         self._side, self._wanted = side, wanted
         self._section = (side.run or {}).get("inference") if section is None else section
-        self._encode = _Encoder(side.tokenizer, wanted, (self._section or {}).get("system"))
-        seed = sampling_of(wanted.asked, self._section, side.defaults, side.stop_ids)[1].seed
+        self._encode = _Encoder(side, wanted, (self._section or {}).get("system"))
+        self._stop_ids = side.stop_ids | self._encode.stop_ids
+        seed = sampling_of(wanted.asked, self._section, side.defaults, self._stop_ids)[1].seed
         self._next_seed = secrets.randbits(31) if seed is None else seed
 
     def __call__(self, rows: Sequence[Row]) -> list[Task]:
@@ -70,7 +79,8 @@ class Planner:
         return [task for row in rows for task in self._of(row)]
 
     def _of(self, row: Row) -> list[Task]:
-        side, ids = self._side, self._encode(row)
+        side = self._side
+        ids, in_thought = self._encode(row)
         if len(ids) >= side.context_length:
             raise TooLongError(
                 f"{row.where}: the prompt has {len(ids)} tokens, which leaves no room for an answer in the "
@@ -78,7 +88,7 @@ class Planner:
             )
         try:
             asked, sampling = sampling_of(
-                row.asked.over(self._wanted.asked), self._section, side.defaults, side.stop_ids
+                row.asked.over(self._wanted.asked), self._section, side.defaults, self._stop_ids
             )
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from error
@@ -86,7 +96,10 @@ class Planner:
             sampling = replace(sampling, seed=self._next_seed)
         tasks = _of_row(row, ids, asked, sampling, row.n or self._wanted.n)
         self._next_seed += len(tasks)
-        return tasks
+        replies, texts = self._encode.replies, self._encode.stop_texts
+        return [
+            replace(task, stop=task.stop + texts, replies=replies, in_thought=in_thought) for task in tasks
+        ]
 
 
 def _of_row(row: Row, ids: tuple[int, ...], asked: Asked, sampling: Sampling, n: int) -> list[Task]:
@@ -122,24 +135,35 @@ def _beam_fault(stop: Sequence[str], sampling: Sampling, beams: int, n: int) -> 
 class _Encoder:
     """Row -> token ids of its prompt."""
 
-    def __init__(self, tokenizer: Any, wanted: Wanted, system: str | None) -> None:
-        self._tokenizer, self._wanted, self._system = tokenizer, wanted, system
-        self._chat: Any = None
-        if tokenizer.chat_template and not wanted.raw:
-            from shardyard.infer.chat_format import ChatFormat
-
-            self._chat = ChatFormat(tokenizer, enable_thinking=wanted.enable_thinking)
+    def __init__(self, side: Side, wanted: Wanted, system: str | None) -> None:
+        self._tokenizer, self._wanted, self._system = side.tokenizer, wanted, system
+        self._chat: ChatFormat | None = None
+        if side.tokenizer.chat_template and not wanted.raw:
+            self._chat = ChatFormat.of(side)
         else:
             named = {"--system": wanted.system, "--tools": wanted.tools}
             if used := [name for name, value in named.items() if value]:
                 why = "--raw" if wanted.raw else "the model's tokenizer has no chat template"
                 raise UserError(f"{used[0]}: a raw prompt has no place for it ({why}); see --template")
 
-    def __call__(self, row: Row) -> tuple[int, ...]:
-        ids = self._raw(row) if self._chat is None else self._rendered(row)
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset() if self._chat is None else self._chat.stop_ids
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return () if self._chat is None else self._chat.stop_texts
+
+    @property
+    def replies(self) -> Any:
+        return None if self._chat is None else self._chat.replies
+
+    def __call__(self, row: Row) -> tuple[tuple[int, ...], bool]:
+        """(ids, whether they end inside a thought)."""
+        ids, in_thought = (self._raw(row), False) if self._chat is None else self._rendered(self._chat, row)
         if not ids:
             raise UserError(f"{row.where}: the prompt is empty: it has no token")
-        return tuple(ids)
+        return tuple(ids), in_thought
 
     def _raw(self, row: Row) -> list[int]:
         if row.prompt is None or row.tools:
@@ -148,7 +172,7 @@ class _Encoder:
             raise UserError(f"{row.where}: {what} a chat template, and {why}")
         return list(self._tokenizer(row.prompt)["input_ids"])
 
-    def _rendered(self, row: Row) -> list[int]:
+    def _rendered(self, chat: ChatFormat, row: Row) -> tuple[list[int], bool]:
         messages = row.messages or [{"role": "user", "content": row.prompt}]
         first = messages[0]
         has_system = isinstance(first, dict) and first.get("role") in ("system", "developer")
@@ -159,6 +183,7 @@ class _Encoder:
             messages = [{"role": "system", "content": system}, *messages]
         tools = row.tools if row.tools is not None else list(self._wanted.tools)
         try:
-            return list(self._chat.ids(self._chat.from_openai(messages, tools or None)))
+            prompt = chat.prompt(chat.from_openai(messages, tools or None))
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from error
+        return prompt.ids, prompt.in_thought

@@ -201,4 +201,3 @@ class Wanted:
     """Prompts are gone on from as they are, though the model has a chat template."""
     system: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
-    enable_thinking: bool | None = None
