@@ -79,7 +79,7 @@ def _next(events: queue.SimpleQueue[tuple[int, Event]], engine: Engine) -> tuple
 
 def text_stream(task: Task, tokenizer: Any) -> TextStream:
     """For the text of a task's answer: the marks of calls are kept, though they may be special tokens."""
-    return TextStream(tokenizer, task.stop, keep=task.replies.marks if task.replies is not None else ())
+    return TextStream(tokenizer, task.stop, keep=task.chat.replies.marks if task.chat is not None else ())
 
 
 class _Open:

@@ -12,6 +12,7 @@ from shardyard.infer.asked import Asked, sampling_of
 from shardyard.infer.chat_format import ChatFormat
 from shardyard.infer.opening import Choice
 from shardyard.infer.prompts import Row, Wanted
+from shardyard.infer.replies import ReplyFormat
 from shardyard.infer.types import Request, Sampling
 
 
@@ -33,6 +34,15 @@ class Side(Protocol):
 
 
 @dataclass(frozen=True)
+class Chat:
+    """How the reply to a chat's prompt is read. ``in_thought``: the prompt has opened a thought."""
+
+    replies: ReplyFormat
+    in_thought: bool
+    tools: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class Task:
     """The ``number``-th of the ``n`` answers of a row; with ``num_beams`` above 1 all of one search."""
 
@@ -42,10 +52,8 @@ class Task:
     stop: tuple[str, ...] = ()
     num_beams: int = 1
     n: int = 1
-    replies: Any = None
-    """Of a chat, how the model writes thoughts and calls: a `ReplyFormat`."""
-    in_thought: bool = False
-    """Whether the prompt has opened a thought."""
+    chat: Chat | None = None
+    """None for a raw prompt."""
 
 
 class TooLongError(UserError):
@@ -80,7 +88,7 @@ class Planner:
 
     def _of(self, row: Row) -> list[Task]:
         side = self._side
-        ids, in_thought = self._encode(row)
+        ids, chat = self._encode(row)
         if len(ids) >= side.context_length:
             raise TooLongError(
                 f"{row.where}: the prompt has {len(ids)} tokens, which leaves no room for an answer in the "
@@ -96,10 +104,7 @@ class Planner:
             sampling = replace(sampling, seed=self._next_seed)
         tasks = _of_row(row, ids, asked, sampling, row.n or self._wanted.n)
         self._next_seed += len(tasks)
-        replies, texts = self._encode.replies, self._encode.stop_texts
-        return [
-            replace(task, stop=task.stop + texts, replies=replies, in_thought=in_thought) for task in tasks
-        ]
+        return [replace(task, stop=task.stop + self._encode.stop_texts, chat=chat) for task in tasks]
 
 
 def _of_row(row: Row, ids: tuple[int, ...], asked: Asked, sampling: Sampling, n: int) -> list[Task]:
@@ -154,16 +159,11 @@ class _Encoder:
     def stop_texts(self) -> tuple[str, ...]:
         return () if self._chat is None else self._chat.stop_texts
 
-    @property
-    def replies(self) -> Any:
-        return None if self._chat is None else self._chat.replies
-
-    def __call__(self, row: Row) -> tuple[tuple[int, ...], bool]:
-        """(ids, whether they end inside a thought)."""
-        ids, in_thought = (self._raw(row), False) if self._chat is None else self._rendered(self._chat, row)
+    def __call__(self, row: Row) -> tuple[tuple[int, ...], Chat | None]:
+        ids, chat = (self._raw(row), None) if self._chat is None else self._rendered(self._chat, row)
         if not ids:
             raise UserError(f"{row.where}: the prompt is empty: it has no token")
-        return tuple(ids), in_thought
+        return tuple(ids), chat
 
     def _raw(self, row: Row) -> list[int]:
         if row.prompt is None or row.tools:
@@ -172,7 +172,7 @@ class _Encoder:
             raise UserError(f"{row.where}: {what} a chat template, and {why}")
         return list(self._tokenizer(row.prompt)["input_ids"])
 
-    def _rendered(self, chat: ChatFormat, row: Row) -> tuple[list[int], bool]:
+    def _rendered(self, chat: ChatFormat, row: Row) -> tuple[list[int], Chat]:
         messages = row.messages or [{"role": "user", "content": row.prompt}]
         first = messages[0]
         has_system = isinstance(first, dict) and first.get("role") in ("system", "developer")
@@ -183,7 +183,8 @@ class _Encoder:
             messages = [{"role": "system", "content": system}, *messages]
         tools = row.tools if row.tools is not None else list(self._wanted.tools)
         try:
-            prompt = chat.prompt(chat.from_openai(messages, tools or None))
+            conversation = chat.from_openai(messages, tools or None)
+            prompt = chat.prompt(conversation)
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from error
-        return prompt.ids, prompt.in_thought
+        return prompt.ids, Chat(chat.replies, prompt.in_thought, conversation.tools)

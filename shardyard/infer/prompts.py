@@ -15,7 +15,8 @@ Format = Literal["text", "lines", "jsonl"]
 FORMATS: dict[str, Format] = {".txt": "lines", ".jsonl": "jsonl"}
 """Ending of a file -> how it is read."""
 ANSWER_KEYS = (
-    "text", "tokens", "finish_reason", "prompt_tokens", "answer", "score", "reasoning", "tool_calls", "error",
+    "text", "tokens", "finish_reason", "prompt_tokens", "answer", "score", "reasoning", "content",
+    "tool_calls", "error",
 )  # fmt: skip
 """What the answer adds to a row, besides ``logprobs`` and ``seed``, which a row may ask for."""
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {

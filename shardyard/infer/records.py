@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from shardyard.infer.answers import Answer
-from shardyard.infer.plan import Task
+from shardyard.infer.openai_messages import call_to_openai
+from shardyard.infer.plan import Chat, Task
+from shardyard.infer.replies import parse_reply
 
-Parse = Callable[[str], dict[str, Any]]
-"""A chat's reply -> ``text`` (what is said), and ``reasoning`` and ``tool_calls`` where there are some."""
 
-
-def record(task: Task, answer: Answer, tokenizer: Any, *, number: int = 0, parse: Parse | None = None) -> Any:
+def record(task: Task, answer: Answer, tokenizer: Any, *, number: int = 0) -> dict[str, Any]:
     """The row that was asked, with its answer: text, tokens (ids), finish_reason, and what else was wanted.
 
-    ``number``: which of the row's answers it is.
+    ``number``: which of the row's answers it is. A chat's reply with a thought or calls is also given in its
+    parts: reasoning, content, tool_calls.
     """
     sampling = task.request.sampling
     found: dict[str, Any] = {**task.row.kept, "text": answer.text}
-    if parse is not None:
-        found |= parse(answer.text)
+    if task.chat is not None:
+        found |= _parts(task.chat, answer.text)
     found["tokens"] = [token.id for token in answer.tokens]
     found["finish_reason"] = answer.finish_reason
     found["prompt_tokens"] = len(task.request.prompt_ids)
@@ -46,3 +45,12 @@ def record(task: Task, answer: Answer, tokenizer: Any, *, number: int = 0, parse
     elif "logprobs" in found:  # the row said false or null
         del found["logprobs"]
     return found
+
+
+def _parts(chat: Chat, text: str) -> dict[str, Any]:
+    reply = parse_reply(text, chat.replies, tools=chat.tools, in_thought=chat.in_thought)
+    if reply.reasoning is None and not reply.tool_calls:
+        return {}
+    calls = [call_to_openai(call, f"call_{number}") for number, call in enumerate(reply.tool_calls)]
+    parts = {"reasoning": reply.reasoning, "content": reply.content, "tool_calls": calls}
+    return {name: value for name, value in parts.items() if value or name == "content"}
