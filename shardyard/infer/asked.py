@@ -65,7 +65,7 @@ class Asked:
         if self.do_sample is not None:
             return self.do_sample
         if self.temperature is not None:
-            return self.temperature > 0
+            return self.temperature != 0  # one below is refused later
         return True if any(getattr(self, name) is not None for name in _NARROWING) else None
 
     def sampling(self, defaults: Sampling, stop_ids: frozenset[int] = frozenset()) -> Sampling:

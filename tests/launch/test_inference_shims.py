@@ -37,8 +37,9 @@ def test_a_training_yaml_keeps_its_template_and_is_greedy_as_the_reference(tmp_p
         "data:\n  dataset: {file_name: x.jsonl}\n  template: qwen3\n  enable_thinking: false\n"
         "training:\n  output_dir: out\nparallel:\n  tp_size: 2\n  recompute: true\n"
     )
-    with pytest.raises(UserError, match=r"parallel\.tp_size 2 with 1 ranks"):
-        read_with_ranks(yaml(tmp_path, text), 1)
+    assert read_with_ranks(yaml(tmp_path, text), 1).choice.parallel == "none"
+    with pytest.raises(UserError, match=r"parallel\.tp_size 2 with 4 ranks"):
+        read_with_ranks(yaml(tmp_path, text), 4)
     job = read_with_ranks(yaml(tmp_path, text), 2)
     assert (job.choice.template, job.choice.enable_thinking, job.choice.parallel) == ("qwen3", False, "tp")
     assert job.section["do_sample"] is False
