@@ -7,6 +7,7 @@ all share it and compute the same batches in step.
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 from shardyard.device import ProcessGroup
-from shardyard.errors import first_line
+from shardyard.errors import UserError, first_line
 from shardyard.evaluate.likelihood import Pair, log_likelihoods
-from shardyard.infer.engines import with_engine
+from shardyard.infer.engines import build_engine, with_engine
 from shardyard.infer.model import Opened
 from shardyard.infer.types import Engine, Finished, Request, Sampling
 from shardyard.progress import Bar
+
+logger = logging.getLogger("shardyard.evaluate")
 
 Score = tuple[float, bool]
 """The log-probability of a continuation, and whether greedy decoding would have written it."""
@@ -98,17 +101,19 @@ class Crew:
             work = held[0]
         assert work is not None
         do = self._score if kind == "score" else self._generate
-        if self._opened.parallel != "none":
+        if world == 1 or self._opened.parallel != "none":
             return do(work)
-        if world == 1:
-            return do(work)
+        fault, results = None, []
         try:
-            mine = ("", do(work[rank::world]))
+            results = do(work[rank::world])
+        except UserError as error:
+            fault = error
         except Exception as error:  # the others are waiting for this rank's part
-            mine = (f"rank {rank}: {type(error).__name__}: {first_line(error)}", [])
-        parts = self._group.gather_objects(mine)
-        if faults := [fault for fault, _ in parts if fault]:
-            raise RuntimeError(faults[0])
+            logger.exception("benchmarks have failed")
+            fault = RuntimeError(f"rank {rank}: {type(error).__name__}: {first_line(error)}")
+        parts = self._group.gather_objects((fault, results))
+        if faults := [fault for fault, _ in parts if fault is not None]:
+            raise faults[0]
         merged: list[Any] = [None] * len(work)
         for other, (_, results) in enumerate(parts):
             merged[other::world] = results
@@ -120,21 +125,28 @@ class Crew:
     def _generate(self, prompts: list[Prompt]) -> list[str]:
         if not prompts:
             return []
-        found = with_engine(self._opened, lambda engine: self._answers(engine, prompts),
-                            max_running=self._batch_size)  # fmt: skip
-        return found or []
+        if self._opened.parallel != "none":
+            found = with_engine(
+                self._opened, lambda engine: self._answers(engine, prompts), max_running=self._batch_size
+            )
+            return found or []
+        engine = build_engine(self._opened, max_running=self._batch_size)
+        try:
+            return self._answers(engine, prompts)
+        finally:
+            engine.close()
 
     def _answers(self, engine: Engine, prompts: list[Prompt]) -> list[str]:
         """All prompts through the engine; an answer is cut short once a stop text has come."""
         events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         stop_ids = self._opened.stop_ids
-        names = [
-            engine.submit(
-                Request(prompt.ids, replace(prompt.sampling, stop_ids=stop_ids)),
-                lambda event, at=at: events.put((at, event)),
-            )
-            for at, prompt in enumerate(prompts)
-        ]
+        names = []
+        for at, prompt in enumerate(prompts):
+            request = Request(prompt.ids, replace(prompt.sampling, stop_ids=stop_ids))
+            try:
+                names.append(engine.submit(request, lambda event, at=at: events.put((at, event))))
+            except ValueError as error:
+                raise UserError(f"a prompt of {len(prompt.ids)} tokens: {error}") from error
         tokens: list[list[int]] = [[] for _ in prompts]
         left = len(prompts)
         with Bar("answers", left) as bar:
