@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import lm_eval.api.task
 import lm_eval.utils
 import numpy as np
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
+from tqdm import tqdm
 
 from shardyard.evaluate.harness import OpenedLM
 
@@ -23,6 +26,7 @@ _FEWSHOT_SEED = 1234
 def ask(lm: OpenedLM, tasks: Mapping[str, Any], asked: Benchmarks, *, with_chat: bool) -> dict[str, Any]:
     """lm-eval's ``evaluate`` of the tasks, with all samples; templates of tasks run in Jinja's sandbox."""
     _guard_templates()
+    lm_eval.api.task.tqdm = partial(tqdm, disable=True)  # its bars would stand between ours
     random.seed(asked.seed)
     np.random.seed(1234 + asked.seed)
     for task in tasks.values():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -160,7 +159,6 @@ def uses_chat(opened: Opened, wanted: bool | None) -> bool:
 
 def _lead(opened: Opened, crew: Any, asked: Benchmarks, parts: Mapping[str, list[Part]]) -> Results:
     require_lm_eval()
-    os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's own bars; ours are shown
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from shardyard.evaluate.ask import ask
     from shardyard.evaluate.chat_text import ChatText

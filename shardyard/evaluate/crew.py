@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardyard.device import ProcessGroup
 from shardyard.errors import UserError, first_line
 from shardyard.evaluate.likelihood import Pair, log_likelihoods
-from shardyard.infer.engines import build_engine, with_engine
+from shardyard.infer.engines import with_engine
 from shardyard.infer.model import Opened
 from shardyard.infer.types import Engine, Finished, Request, Sampling
 from shardyard.progress import Bar
@@ -125,16 +125,10 @@ class Crew:
     def _generate(self, prompts: list[Prompt]) -> list[str]:
         if not prompts:
             return []
-        if self._opened.parallel != "none":
-            found = with_engine(
-                self._opened, lambda engine: self._answers(engine, prompts), max_running=self._batch_size
-            )
-            return found or []
-        engine = build_engine(self._opened, max_running=self._batch_size)
-        try:
-            return self._answers(engine, prompts)
-        finally:
-            engine.close()
+        found = with_engine(
+            self._opened, lambda engine: self._answers(engine, prompts), max_running=self._batch_size
+        )
+        return found or []
 
     def _answers(self, engine: Engine, prompts: list[Prompt]) -> list[str]:
         """All prompts through the engine; an answer is cut short once a stop text has come."""

@@ -132,10 +132,12 @@ def theirs(model: Path, tasks: Path, names: list[str], **options: Any) -> dict[s
     """A rank's job: the same by lm-eval's own Hugging Face backend."""
     add_lm_eval()
     import lm_eval
+    import lm_eval.evaluator
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    lm_eval.evaluator.add_env_info = lambda results: None  # it asks pip, for many seconds
     loaded = AutoModelForCausalLM.from_pretrained(model)
     lm = HFLM(pretrained=loaded, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=3, device="cpu")
     told = lm_eval.simple_evaluate(

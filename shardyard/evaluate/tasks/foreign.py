@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 from lm_eval.tasks import TaskManager
 
 from shardyard.errors import UserError, first_line
@@ -21,6 +22,7 @@ def load_foreign(
     Raises:
         UserError: an unknown name, data that cannot be had, or a task that runs code outside our sandbox.
     """
+    datasets.disable_progress_bars()
     manager = _manager(names, folder)
     tasks: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
