@@ -48,9 +48,11 @@ def generate(
 
     def prepare() -> str:
         tasks.extend(Planner(opened, wanted, section=section)(read()))
-        return "beams" if tasks[0].num_beams > 1 else "engine"
+        kind = "beams" if tasks[0].num_beams > 1 else "engine"
+        return f"{kind} {min(max_running, len(tasks))}"
 
-    if agree(opened.group, f"infer/generate/{key}", prepare) == "beams":
+    kind, running = agree(opened.group, f"infer/generate/{key}", prepare).split()
+    if kind == "beams":
         _by_beams(opened, tasks, emit)
         return
     single = on_text if len(tasks) == 1 else None
@@ -61,7 +63,7 @@ def generate(
         for task, answer in told(tasks, found):
             emit(task, answer, task.number)
 
-    with_engine(opened, work, max_running=max(1, min(max_running, len(tasks))))
+    with_engine(opened, work, max_running=int(running))  # the same on every rank
 
 
 def _check_room(engine: Engine, tasks: Sequence[Task]) -> None:
