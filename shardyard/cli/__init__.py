@@ -35,8 +35,13 @@ VERBS = {
     "convert": Verb(
         "shardyard.cli.convert", "convert", "turn weights into Hugging Face, DCP or Megatron-core form"
     ),
+    "evaluate": Verb(
+        "shardyard.cli.evaluate", "evaluate", "loss and perplexity of data sets, benchmarks, comparison"
+    ),
     "checkpoint": Verb("shardyard.cli.checkpoint", "checkpoint", "list, verify or prune a run's checkpoints"),
     "generate": Verb("shardyard.cli.generate", "generate", "answer prompts with what was trained"),
+    "serve": Verb("shardyard.cli.serve", "serve", "answer HTTP requests in the form of OpenAI's API"),
+    "chat": Verb("shardyard.cli.chat", "chat", "talk with what was trained"),
     "schema": Verb("shardyard.cli.check", "schema", "print the JSON schema of the YAML file"),
     "env": Verb("shardyard.cli.env", "env", "print versions and devices, for bug reports"),
 }
