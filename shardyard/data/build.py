@@ -39,7 +39,7 @@ from shardyard.data.stream.build import Seat
 from shardyard.data.types import IGNORE_INDEX
 from shardyard.errors import UserError
 
-__all__ = ["RunData", "build_run_data", "cache_folder", "longest_unit"]
+__all__ = ["RunData", "build_eval_sets", "build_run_data", "cache_folder", "longest_unit"]
 
 logger = logging.getLogger("shardyard.data")
 
@@ -124,6 +124,24 @@ def build_run_data(
         preview=first_preview(joined, tokenizer),
         merge_packs=data.cross_document_attention and packs(config),
     )
+
+
+def build_eval_sets(
+    config: Config,
+    tokenizer: Any,
+    *,
+    role: Role | None = None,
+    rendezvous: Rendezvous | None = None,
+    local_ranks: int = 1,
+) -> tuple[tuple[EvalSet, ...], tuple[Part, ...]]:
+    """The sets of ``data.eval_dataset`` alone, and the data sets that they are made of; as `build_run_data`.
+
+    Raises:
+        UserError: on every rank, for a fault in the input or settings.
+    """
+    preparation = Preparation(config, tokenizer, local_ranks)
+    named = _named_evals(config, preparation, role or Role(), rendezvous)
+    return named.sets, named.parts
 
 
 def longest_unit(config: Config, data: RunData) -> int:

@@ -18,6 +18,7 @@ from shardyard.config.layout import Layout, layout_of
 from shardyard.data.batches import BatchLoader
 from shardyard.data.build import RunData, build_run_data, longest_unit
 from shardyard.data.cut import Cut, tell_of_long_units
+from shardyard.data.fit import check_fit
 from shardyard.data.leader import Role
 from shardyard.data.sampler import Sampler
 from shardyard.data.templates import build_template
@@ -191,7 +192,7 @@ def _build(
     data = _build_data(config, tokenizer, group, layout, vocab_size)
     if template := named_template(config):
         build_template(template, tokenizer)  # sets the tokenizer's eos, also when the cache had the samples
-    _check_fit(data, model_config.get_text_config())
+    check_fit((*data.parts, *data.eval_parts), model_config.get_text_config())
     logger.info("> Building FSDP2 Model...")
     meshes = build_meshes(layout, device.type)
     placement = Placement(
@@ -354,24 +355,3 @@ def _build_data(
     log_lines(data_lines(data))
     tell_of_long_units(longest_unit(config, data), config.training.max_tokens_per_micro_batch)
     return data
-
-
-def _check_fit(data: RunData, config: Any) -> None:
-    """An id or a position without an embedding would crash a device kernel, or read another row."""
-    for part in (*data.parts, *data.eval_parts):
-        if part.report.largest_id >= config.vocab_size:
-            raise UserError(
-                f"model.tokenizer_name_or_path: {part.name} ({part.path}) holds token id "
-                f"{part.report.largest_id}, but the model's vocabulary has {config.vocab_size} entries; use "
-                "the tokenizer that belongs to the model"
-            )
-    longest = max(part.report.longest for part in (*data.parts, *data.eval_parts))
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is None or longest <= positions:
-        return
-    too_long = (
-        f"data.cutoff_len: a sample has {longest} tokens, and the model was made for {positions} positions"
-    )
-    if getattr(config, "rope_parameters", None) is None:
-        raise UserError(f"{too_long}; set data.cutoff_len to {positions} at most")
-    logger.warning("%s; rotary positions go on beyond that, but were not trained there", too_long)
