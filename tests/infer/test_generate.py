@@ -112,7 +112,7 @@ def test_a_prompt_is_a_chat_where_the_model_has_a_template(ranks, model, tmp_pat
 @pytest.mark.parametrize(
     ("content", "options", "part"),
     [
-        ('{"prompt": "' + "a" * 600 + '"}', [], ":1: the prompt has 60"),
+        ('{"prompt": "' + "a" * 600 + '"}', [], ":1: the prompt has 619 tokens"),
         ('{"prompt": "a", "max_new_tokens": 0}', [], ":1: sampling: max_new_tokens: 0 is out of range"),
         ('{"prompt": "a"}', ["-n", "2"], ":1: n 2: answers of the likeliest tokens are all the same"),
         ('{"messages": [{"role": "user", "content": "a"}]}', ["--raw"], ":1: messages need a chat template"),
