@@ -32,14 +32,33 @@ class Pieces(Protocol):
 
 def pieces(tokenizer: Any, *, skip_special: bool = True, keep: Collection[str] = ()) -> Pieces:
     """A new text. ``skip_special`` leaves special tokens out, but for those that one of ``keep`` holds."""
-    table = _TABLES.get(tokenizer)
-    if table is None:
-        table = _TABLES[tokenizer] = _Table(tokenizer)
+    table = _table(tokenizer)
     skipped = table.special if skip_special else {}
     if keep:
         kept = "\0".join(keep)
         skipped = {token_id: name for token_id, name in skipped.items() if name not in kept}
     return _BytePieces(table, skipped) if table.is_byte_level else _WindowPieces(table, skipped)
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes of one token as they stand inside a text, special or not; they may be part of a character."""
+    table = _table(tokenizer)
+    token = table.token(token_id)
+    if token is None:
+        return b""
+    if table.is_byte_level:
+        return table.bytes_of(token_id)
+    if table.is_fallback_byte(token):
+        return bytes([int(token[3:5], 16)])
+    twice, once = table.text([token_id, token_id]), table.text([token_id])  # the first may lose a space
+    return twice[len(once) :].encode("utf-8")
+
+
+def _table(tokenizer: Any) -> _Table:
+    table = _TABLES.get(tokenizer)
+    if table is None:
+        table = _TABLES[tokenizer] = _Table(tokenizer)
+    return table
 
 
 class _Table:

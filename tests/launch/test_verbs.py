@@ -38,8 +38,11 @@ def test_help_lists_the_verbs_that_work() -> None:
         "data",
         "preprocess",
         "convert",
+        "evaluate",
         "checkpoint",
         "generate",
+        "serve",
+        "chat",
         "schema",
         "env",
     ]
@@ -50,7 +53,7 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"shardyard {__version__}\n")
 
 
-@pytest.mark.parametrize("verb", ["train", "check", "data", "generate", "env"])
+@pytest.mark.parametrize("verb", ["train", "check", "data", "generate", "evaluate", "serve", "env"])
 def test_each_verb_explains_itself(verb: str) -> None:
     done = shardyard(verb, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: shardyard {verb}")
@@ -62,7 +65,7 @@ def test_each_verb_explains_itself(verb: str) -> None:
         (["trian", "a.yaml"], "did you mean train?"),
         (
             ["frobnicate"],
-            "there are train, check, data, preprocess, convert, checkpoint, generate, schema, env",
+            "there are train, check, data, preprocess, convert, evaluate, checkpoint, generate, serve, chat, schema, env",
         ),
         (["tune.yaml"], "shardyard train tune.yaml"),
         (["env", "extra"], "'extra'"),

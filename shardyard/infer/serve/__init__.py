@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP service over an engine."""

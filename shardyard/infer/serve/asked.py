@@ -1,0 +1,182 @@
+"""Requests of the API as types: every field that is known, and what it may hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+from shardyard.infer.serve.limits import MAX_BIASED_TOKENS, MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS
+from shardyard.infer.types import MAX_TOP_LOGPROBS
+
+_MOST_TOKENS = 2**31 - 1
+_Count = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+_StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Closed):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(_Closed):
+    type: Literal["text"]
+
+
+class TemplateOptions(_Closed):
+    enable_thinking: bool | None = None
+
+
+class Asked(_Closed):
+    """What both APIs know. Whatever is left out, or null, is as the model's own files say."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: _Count | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MOST_TOKENS)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...] | None:
+        if self.stop is None:
+            return None
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "minLength": 1}, "arguments": {"type": "string"}},
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["function"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [*_TEXT["anyOf"], {"type": "null"}]},
+        "reasoning_content": {"type": ["string", "null"]},
+        "tool_calls": {"type": ["array", "null"], "items": _CALL},
+        "tool_call_id": {"type": "string"},
+        "name": {"type": "string"},
+    },
+    "required": ["role"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 1},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+
+
+class ChatRequest(Asked):
+    """``messages`` and ``tools`` are looked at where the prompt is made, field by field."""
+
+    messages: Annotated[
+        list[Any], Field(min_length=1), WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE})
+    ]
+    tools: Annotated[list[Any], WithJsonSchema({"type": "array", "items": _TOOL})] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    continue_final_message: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+def _prompt(value: Any) -> Any:
+    """A text, texts, token ids, or lists of them; checked here, as a union would try each item as each."""
+    many = isinstance(value, list) and bool(value) and not all(_is_id(item) for item in value)
+    for item in value if many else [value]:
+        is_ids = isinstance(item, list) and bool(item) and all(_is_id(one) for one in item)
+        if not (is_ids or isinstance(item, str)):
+            raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is wanted")
+    if many and len(value) > MAX_CHOICES:
+        raise ValueError(f"at most {MAX_CHOICES} prompts are taken at once")
+    return value
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
+
+
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": _MOST_TOKENS}}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string"}},
+        _IDS,
+        {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _IDS},
+    ]
+}
+
+
+class CompletionRequest(Asked):
+    prompt: Annotated[Any, AfterValidator(_prompt), WithJsonSchema(_PROMPT)]
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or more, each a text or token ids."""
+        given: Any = self.prompt
+        single = isinstance(given, str) or all(_is_id(item) for item in given)
+        if single:
+            return [given]
+        return given
