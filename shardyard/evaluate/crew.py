@@ -75,6 +75,7 @@ class Crew:
         """Let the other ranks go, whether all went well or not."""
         self._group.publish(f"crew/{self._calls}", "leave")
         self._calls += 1
+        self._group.leave_together()  # this rank may hold the store that tells them
 
     def follow(self) -> None:
         """What the other ranks do until rank 0 dismisses them."""
@@ -82,6 +83,7 @@ class Crew:
             kind = self._group.wait(f"crew/{self._calls}")
             self._calls += 1
             if kind == "leave":
+                self._group.leave_together()
                 return
             self._share(kind, None)
 
