@@ -175,7 +175,8 @@ class _Told:
         names = [future.state.request_id for future in in_batch if future.has_new_token]
         told = output_ids[0, : len(names)]
         if self._chooser is not None:
-            told.copy_(torch.tensor(self._chooser.ids(names, scores[0]), dtype=told.dtype))
+            rows = scores[0, : len(names)]  # more follow, without meaning, while prompts are read in parts
+            told.copy_(torch.tensor(self._chooser.ids(names, rows), dtype=told.dtype))
         self._processor.distributed_helper.tp_broadcast_from_rank_0(told)
 
 
