@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,9 +195,11 @@ def _tell(job: TaskJob, results: Results, run_dir: Path | None, step: int | None
         write_results(results, job.output)
         print(f"results: {job.output}, and each sample beside it")
     if job.into_metrics and run_dir is not None:
-        line = json.dumps({"step": step, "eval": metrics_of(results)})
-        with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        from shardyard.monitor.metrics import METRICS_FILE, MetricsWriter
+
+        writer = MetricsWriter(run_dir / METRICS_FILE)
+        writer.write_benchmarks(step or 0, metrics_of(results))
+        writer.close()
 
 
 def compare_files(first: Path, second: Path) -> int:

@@ -5,7 +5,8 @@ from shardyard.config.loader import ConfigError, Loaded, Origin, load_config
 from shardyard.config.model_shape import ModelShape, read_shape
 from shardyard.config.schema import Config
 from shardyard.config.sections.data import DataConfig
-from shardyard.config.sections.inference import EvaluationConfig, InferenceConfig
+from shardyard.config.sections.evaluation import EvaluationConfig
+from shardyard.config.sections.inference import InferenceConfig
 from shardyard.config.sections.model import ModelConfig
 from shardyard.config.sections.optimization import OptimizationConfig
 from shardyard.config.sections.parallel import ParallelConfig

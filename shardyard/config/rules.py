@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from shardyard.config.data_rules import check_data, without_effect
+from shardyard.config.evaluation_rules import check_evaluation
 from shardyard.config.later import LATER
 from shardyard.config.model_shape import ModelShape
 from shardyard.config.parameter_groups import group_rules
@@ -69,6 +70,7 @@ def apply_rules(checked: Checked) -> dict[str, Derived]:
     _refuse_later(checked)
     _check_support(checked)
     check_data(checked)
+    check_evaluation(checked)
     _check_run(checked)
     _check_memory(checked)
     _check_operators(checked)

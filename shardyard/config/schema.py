@@ -9,7 +9,8 @@ from pydantic.fields import FieldInfo
 
 from shardyard.config.sections.base import Section
 from shardyard.config.sections.data import DataConfig
-from shardyard.config.sections.inference import EvaluationConfig, InferenceConfig
+from shardyard.config.sections.evaluation import EvaluationConfig
+from shardyard.config.sections.inference import InferenceConfig
 from shardyard.config.sections.model import ModelConfig
 from shardyard.config.sections.optimization import OptimizationConfig
 from shardyard.config.sections.parallel import ParallelConfig

@@ -21,6 +21,7 @@ from shardyard.evaluate.tasks.copies import Part, read_copy, skipped_lines
 
 if TYPE_CHECKING:
     from shardyard.device import ProcessGroup
+    from shardyard.evaluate.crew import Crew
     from shardyard.infer.model import Opened
 
 logger = logging.getLogger("shardyard.evaluate")
@@ -120,18 +121,23 @@ def _check_task_path(folder: Path, *, allow_code: bool) -> None:
 
 
 def run_benchmarks(
-    opened: Opened, group: ProcessGroup, asked: Benchmarks, parts: Mapping[str, list[Part]]
+    opened: Opened,
+    group: ProcessGroup,
+    asked: Benchmarks,
+    parts: Mapping[str, list[Part]],
+    *,
+    crew: Crew | None = None,
 ) -> Results | None:
     """The scores, on rank 0; the other ranks answer requests until all are done, and get None.
 
-    ``parts`` is what `read_parts` gave, on rank 0.
+    ``parts`` is what `read_parts` gave, on rank 0; ``crew`` answers instead of one made for this call.
 
     Raises:
         UserError: a task that is unknown or cannot be asked in that way.
     """
     from shardyard.evaluate.crew import Crew
 
-    crew = Crew(opened, group, batch_size=asked.batch_size)
+    crew = crew or Crew(opened, group, batch_size=asked.batch_size)
     if not group.is_main:
         crew.follow()
         return None
@@ -240,7 +246,7 @@ def _sample(told: Mapping[str, Any]) -> dict[str, Any]:
         "doc_id": told["doc_id"],
         "where": document.get("where"),
         "prompt": told["arguments"][0][0],
-        "continuations": [arguments[1] for arguments in told["arguments"] if len(arguments) > 1],
+        "continuations": [one[1] for one in told["arguments"] if isinstance(one[-1], str) and one[1:]],
         "target": told["target"],
         "answers": told["resps"],
         "filter": told["filter"],

@@ -110,7 +110,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def metrics_of(results: Results) -> dict[str, dict[str, float]]:
-    """For metrics.jsonl, in the form of a validation: task -> metric -> score."""
+    """For metrics.jsonl: task -> metric -> score."""
     return {
         task.name: {metric: score.value for metric, score in task.scores.items()} for task in results.tasks
     }

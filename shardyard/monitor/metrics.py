@@ -1,6 +1,6 @@
 """``metrics.jsonl``: one JSON object a step and one a validation, each once, also after a resume.
 
-The object of a validation has the key ``eval``; that of a step has not.
+The object of a validation has the key ``eval``, one of benchmarks ``benchmarks``; that of a step has neither.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardyard.monitor.record import StepRecord
 from shardyard.monitor.validation import EvalResult, validation_metrics
 
 METRICS_FILE = "metrics.jsonl"
-_EVAL = "eval"
+_EVAL, _BENCHMARKS = "eval", "benchmarks"
 
 logger = logging.getLogger("shardyard.monitor")
 
@@ -66,9 +67,10 @@ def _from_json(value: Any) -> Any:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a ``metrics.jsonl`` in file order, numbers as numbers ("nan" is NaN again).
 
-    A line that is no such object, as a killed writer leaves at the end, is left out; so are validations.
+    A line that is no such object, as a killed writer leaves at the end, is left out; so are validations and
+    benchmarks.
     """
-    return [values for values in _objects(path) if _EVAL not in values]
+    return [values for values in _objects(path) if _is_step(values)]
 
 
 def read_validations(path: Path) -> list[dict[str, Any]]:
@@ -104,7 +106,7 @@ def cut_after(path: Path, step: int, *, evaluated_step: int | None = None) -> li
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise UserError(f"training.output_dir: {path} cannot be written: {error.strerror}") from error
-    return [values for _, values in kept if _EVAL not in values]
+    return [values for _, values in kept if _is_step(values)]
 
 
 class MetricsWriter:
@@ -123,6 +125,9 @@ class MetricsWriter:
 
     def write_validation(self, step: int, result: EvalResult) -> None:
         self._append(validation_metrics(step, result))
+
+    def write_benchmarks(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> None:
+        self._append({"step": step, _BENCHMARKS: dict(scores)})
 
     def _append(self, values: dict[str, Any]) -> None:
         had_room = not self._waiting
@@ -146,6 +151,10 @@ class MetricsWriter:
             lines = self._waiting.count(b"\n")
             logger.error("%s lacks its last %d line(s): %s", self._path, lines, error.strerror)
         self._file.close()
+
+
+def _is_step(values: dict[str, Any]) -> bool:
+    return _EVAL not in values and _BENCHMARKS not in values
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,6 +76,16 @@ class Monitor:
             return
         self._writer.write_validation(step, result)
         for line in format_validation(step, result):
+            logger.info(line)
+
+    def record_benchmarks(
+        self, step: int, scores: Mapping[str, Mapping[str, float]], lines: Sequence[str]
+    ) -> None:
+        """Take in benchmarks after ``step`` updates: the scores by name, and what the log says."""
+        if self._writer is None:
+            return
+        self._writer.write_benchmarks(step, scores)
+        for line in lines:
             logger.info(line)
 
     def end_early(self) -> None:

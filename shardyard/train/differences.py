@@ -43,7 +43,8 @@ _EFFECTS: tuple[tuple[str, str], ...] = (
     ("training.eval_* training.per_device_eval* training.early_*", "holds from the next validation on"),
     (
         "training.save_* training.export_* training.on_save_error training.log* training.profile* "
-        "training.keep_best* training.load_best* training.dataloader_*",
+        "training.keep_best* training.load_best* training.dataloader_* "
+        "evaluation.*",
         _KEPT,
     ),
     ("training.deterministic", "other kernels: equal up to rounding"),

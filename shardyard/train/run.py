@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,6 +75,9 @@ from shardyard.train.scaler import LossScaler
 from shardyard.train.state import RunState
 from shardyard.train.step import TrainStep
 from shardyard.train.trainer import Observer, Trainer
+
+if TYPE_CHECKING:
+    from shardyard.evaluate.in_training import BenchmarksInTraining
 
 logger = logging.getLogger("shardyard.train")
 
@@ -276,7 +279,7 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
         merge_packs=parts.data.merge_packs, cut=_cut(parts, pp=meshes.layout.pp),
         copies=copy_stream(parts.device),
     )  # fmt: skip
-    evaluator = _evaluator(parts)
+    evaluator, benchmarks = _evaluator(parts), _benchmarks(parts)
     agree(parts.group, "run folder", lambda: _claim(parts.loaded))
     if training.save_steps > 0 or training.save_epochs > 0:
         optimizer = None if training.save_only_model else parts.optimizer
@@ -305,7 +308,18 @@ def _assemble(parts: _Parts, start: _Start) -> Trainer:
         start.store, training, sampler, built.model, parts.optimizer, asdict(start.facts), state.step,
         assets=parts.exporter.write_assets, export=parts.exporter.into,
     )  # fmt: skip
-    return Trainer(step, batches, schedule, monitor, saver, training, sampler, state, evaluator=evaluator)
+    return Trainer(
+        step,
+        batches,
+        schedule,
+        monitor,
+        saver,
+        training,
+        sampler,
+        state,
+        evaluator=evaluator,
+        benchmarks=benchmarks,
+    )
 
 
 def _claim(loaded: Loaded) -> str:
@@ -330,6 +344,18 @@ def _evaluator(parts: _Parts) -> Evaluator | None:
         built.model, parts.group, parts.device, parts.data.evals, meshes=parts.meshes,
         per_device=rows or training.per_device_train_batch_size, packed=built.unpacked is None,
         cut=_cut(parts) if rows is None else None,
+    )  # fmt: skip
+
+
+def _benchmarks(parts: _Parts) -> BenchmarksInTraining | None:
+    config, built = parts.loaded.config, parts.built
+    if not config.evaluation.tasks:
+        return None
+    from shardyard.evaluate.in_training import BenchmarksInTraining  # it loads engines, of no use without
+
+    return BenchmarksInTraining(
+        built.model, parts.exporter.tokenizer, parts.group, parts.device, config,
+        packed=built.unpacked is None,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardyard.checkpoint import CheckpointStore
 from shardyard.config import TrainingConfig
@@ -21,6 +22,9 @@ from shardyard.optim import Schedule
 from shardyard.train.saving import Saver
 from shardyard.train.state import RunState
 from shardyard.train.step import StepResult, TrainStep
+
+if TYPE_CHECKING:
+    from shardyard.evaluate.in_training import BenchmarksInTraining
 
 Observer = Callable[[StepRecord | None], None]
 
@@ -45,6 +49,8 @@ class Trainer:
     """Called with None before the first step and with the record of each step after it."""
     evaluator: Evaluator | None = None
     """None: the run has nothing to validate on."""
+    benchmarks: BenchmarksInTraining | None = None
+    """None: no tasks are asked."""
 
     def __post_init__(self) -> None:
         self.interrupted: signal.Signals | None = None
@@ -71,6 +77,8 @@ class Trainer:
             closing(self.store),
         ):
             self._begin_validation()
+            if self.benchmarks is not None and self.benchmarks.settings.at_start and self.state.step == 0:
+                self._ask_benchmarks()
             try:
                 if not self._stops_early():
                     self._run_updates()
@@ -110,6 +118,8 @@ class Trainer:
             record = self._record(batch, result, lr, elapsed)
             self.monitor.record(record)
             self._tell(record)
+            if asked := self._benchmarks_are_due():
+                self._ask_benchmarks()
             if self._validation_is_due(batch):
                 self._validate()
             if self.saver.is_due(self.state.step, batch):
@@ -121,6 +131,8 @@ class Trainer:
                 return
             if self._stops_early():
                 self.monitor.end_early()
+                if self.benchmarks is not None and self.benchmarks.settings.at_end and not asked:
+                    self._ask_benchmarks()
                 return
             # The next step's time includes the wait for its batch, but not this save or validation.
             started = time.perf_counter()
@@ -186,6 +198,20 @@ class Trainer:
         if self.state.step == self.schedule.total:
             return True
         return self.state.step % every == 0 if every else self.sampler.ends_epoch(batch.end)
+
+    def _benchmarks_are_due(self) -> bool:
+        if self.benchmarks is None:
+            return False
+        is_last = self.state.step == self.schedule.total
+        return self.benchmarks.is_due(self.state.step) or (is_last and self.benchmarks.settings.at_end)
+
+    def _ask_benchmarks(self) -> None:
+        """Before the save of the same step, so that a run that goes on from there has asked them."""
+        assert self.benchmarks is not None
+        results = self.benchmarks.ask()
+        if results is not None:
+            step = self.state.step
+            self.monitor.record_benchmarks(step, *self.benchmarks.told(step, results))
 
     def _validate(self) -> None:
         """Score the sets; a new best is saved at once when the best checkpoint is kept."""

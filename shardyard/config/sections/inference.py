@@ -1,4 +1,4 @@
-"""``inference`` and ``evaluation``: what the verbs after training read."""
+"""``inference``: what the verbs after training read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,3 @@ class InferenceConfig(Section):
         "Chat template by name or file as in data.template, instead of the model's own.",
         "对话模板的名称或文件（同 data.template），取代模型自带的模板。",
     )
-
-
-class EvaluationConfig(Section):
-    """Evaluation; it has no settings yet."""
