@@ -65,7 +65,8 @@ def test_each_verb_explains_itself(verb: str) -> None:
         (["trian", "a.yaml"], "did you mean train?"),
         (
             ["frobnicate"],
-            "there are train, check, data, preprocess, convert, evaluate, checkpoint, generate, serve, chat, schema, env",
+            "there are train, check, data, preprocess, convert, evaluate, checkpoint, generate, serve, chat, "
+            "schema, env",
         ),
         (["tune.yaml"], "shardyard train tune.yaml"),
         (["env", "extra"], "'extra'"),
