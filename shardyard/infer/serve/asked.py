@@ -175,8 +175,5 @@ class CompletionRequest(Asked):
     @property
     def prompts(self) -> list[str | list[int]]:
         """One or more, each a text or token ids."""
-        given: Any = self.prompt
-        single = isinstance(given, str) or all(_is_id(item) for item in given)
-        if single:
-            return [given]
-        return given
+        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return [given] if all(_is_id(item) for item in given) else given

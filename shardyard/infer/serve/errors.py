@@ -66,7 +66,11 @@ def of_validation(error: ValidationError) -> ApiFault:
     """The fault of the first field that does not fit."""
     faults = error.errors(include_url=False)
     field = min(faults, key=lambda one: one["type"] != "extra_forbidden")["loc"][0]
-    found = max((one for one in faults if one["loc"][0] == field), key=lambda one: len(one["loc"]))
+    # of the members of a union the one that the value came closest to
+    found = max(
+        (one for one in faults if one["loc"][0] == field),
+        key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")),
+    )
     param = _path(found["loc"])
     match found["type"]:
         case "extra_forbidden":

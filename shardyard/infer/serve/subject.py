@@ -114,7 +114,9 @@ class Subject:
         for prompt in asked.prompts:
             given = self._tokenize(prompt)["input_ids"] if isinstance(prompt, str) else prompt
             ids = self._checked(given, "prompt")
-            most = asked.max_tokens or _COMPLETION_TOKENS
+            most = asked.max_tokens or min(
+                _COMPLETION_TOKENS, self._limits.max_new_tokens or _COMPLETION_TOKENS
+            )
             sampling, stop = self._sampling(asked, most, asked.logprobs, ids, frozenset())
             echo = (prompt if isinstance(prompt, str) else self._decoded(ids)) if asked.echo else ""
             asks += _seeded(Ask(Request(ids, sampling), stop, echo=echo), n, len(asks))
