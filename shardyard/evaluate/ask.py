@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import lm_eval.api.task
-import lm_eval.utils
+import lm_eval.api.task  # pyright: ignore[reportMissingImports]
+import lm_eval.utils  # pyright: ignore[reportMissingImports]
 import numpy as np
 from jinja2.sandbox import SandboxedEnvironment
-from lm_eval import evaluator
+from lm_eval import evaluator  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm
 
 from shardyard.evaluate.harness import OpenedLM

@@ -172,9 +172,10 @@ def _json(path: Path) -> dict[str, Any]:
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         sample = json.loads(line)
-        sample["doc_hash"], sample["metrics"], sample["doc_id"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{where}: no sample of a task") from error
+    except ValueError as error:
+        raise UserError(f"{where}: no JSON: {error}") from error
+    if not isinstance(sample, dict) or not {"doc_id", "doc_hash", "metrics"} <= sample.keys():
+        raise UserError(f"{where}: no sample of a task")
     return sample
 
 

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from lm_eval import utils
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval import utils  # pyright: ignore[reportMissingImports]
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
 
 from shardyard.errors import UserError
 from shardyard.evaluate.crew import Crew, Prompt, Score

@@ -65,5 +65,5 @@ def changed(spec: Spec, by: Spec) -> Spec:
 
 
 def _file(name: str) -> Spec:
-    text = resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    text = resources.files("shardyard.evaluate.tasks").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
-from lm_eval.tasks import TaskManager
+import datasets  # pyright: ignore[reportMissingImports]
+from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
 from shardyard.errors import UserError, first_line
 from shardyard.evaluate.tasks import catalog

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from lm_eval.api.task import ConfigurableTask
+from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
 
 from shardyard.errors import UserError
 from shardyard.evaluate.tasks.answers import METRICS, SCORERS
