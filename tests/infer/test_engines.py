@@ -164,13 +164,21 @@ def test_more_requests_than_may_run_are_all_answered(ranks, tmp_path, kind):
     assert found == expected
 
 
-def many_in_rank(folder: Path, kind: str, prompts: list[list[int]]) -> list[list[int]]:
+def many_in_rank(folder: Path, kind: str, prompts: list[list[int]], count: int = 5) -> list[list[int]]:
     from shardyard.infer.types import Request, Sampling
 
     engine = make(open_here(folder), kind, max_running=3)
-    told = ask(engine, [Request(tuple(prompt), Sampling(max_new_tokens=5)) for prompt in prompts])
+    told = ask(engine, [Request(tuple(prompt), Sampling(max_new_tokens=count)) for prompt in prompts])
     engine.close()
     return [[token.id for token in tokens] for tokens, _ in told]
+
+
+def test_prompts_that_are_read_in_several_steps_share_them_with_answers_under_way(ranks, tmp_path):
+    folder = write_model(tmp_path / "m", "qwen3")
+    prompts = [[3, 5], [(7 * place + 1) % 199 for place in range(150)], [9, 8, 7], list(range(100, 198))]
+    expected = greedy_by_hand(folder, prompts, 6)
+    (found,) = ranks.run(1, many_in_rank, folder, "continuous", prompts, 6, init_process_group=False)
+    assert found == expected
 
 
 @pytest.mark.parametrize("kind", ["continuous", "batches"])
