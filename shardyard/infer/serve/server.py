@@ -8,7 +8,8 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -78,8 +79,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def run(service: Service, front: Front, listener: socket.socket) -> int:
-    """Serve until a signal, then 0; or until the engine is at fault, then 1."""
+def run(
+    service: Service,
+    front: Front,
+    listener: socket.socket,
+    started: Callable[[uvicorn.Server], object] = lambda server: None,
+) -> int:
+    """Serve until a signal, then 0; or until the engine is at fault, then 1.
+
+    ``started`` gets the server before it runs: without the main thread there are no signals.
+    """
     app = build_app(
         service, api_key=front.api_key, allow_origins=front.allow_origins, access_log=front.access_log
     )
@@ -96,6 +105,7 @@ def run(service: Service, front: Front, listener: socket.socket) -> int:
             shown,
         )
     server = _Server(config, service)
+    started(server)
     server.run(sockets=[listener])
     if (fault := service.engine.fault) is not None:
         logger.error("the service has ended: %s", fault)
@@ -114,6 +124,9 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn raises the signal again at the end, which would kill a process that has ended well."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
         try:
             yield
