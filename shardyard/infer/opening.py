@@ -141,8 +141,13 @@ def _checkpoint(run_dir: Path, path: Path) -> Found:
     of_best = run is not None and run.get("training", {}).get("load_best_model_at_end")
     if is_exported(run_dir, step) and not of_best:
         weights = run_dir
-    logger.info("%s: step %d, read from %s", run_dir.name, step, weights)
+    logger.info("%s: step %d, read from %s", run_dir.name, step, _shown(weights))
     return Found(str(weights), f"{run_dir.name}-step{step}", run, run_dir, step)
+
+
+def _shown(path: Path) -> str:
+    """``path`` as the user would type it here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _config_of(run_dir: Path | None) -> dict[str, Any] | None:
