@@ -95,7 +95,11 @@ def _words(
         raise UserError(
             f"--data: {choice.model} is no run that knows its data; name a data set, a file or a CONFIG.yaml"
         )
-    stage = [f"--data.template={choice.template}"] if choice.template else ["--training.stage=pt"]
+    stage = (
+        [f"--data.template={choice.template}"]
+        if choice.template
+        else ["--training.stage=pt", "--data.data_manager_type=mg"]
+    )
     return [
         f"--model.model_name_or_path={choice.model}", "--training.output_dir=unused",
         f"--data.dataset={','.join(data)}", *stage,
