@@ -18,8 +18,12 @@ from transformers import (
 from shardyard.infer.types import Finished, Request, Sampling, Token
 
 
+_LEAST_TEMPERATURE = 1e-30
+"""Below it fp32 has no room for the divided scores; the likeliest token is drawn long before."""
+
+
 class NotFiniteError(RuntimeError):
-    """The model's scores hold NaN: no token can be chosen."""
+    """The scores hold NaN, or infinities by the request's penalties: no token can be chosen."""
 
 
 class Row:
@@ -54,7 +58,7 @@ class Row:
         """The next token by ``logits``, fp32 [V], of which ``likeliest`` is the largest.
 
         Raises:
-            NotFiniteError: the logits hold NaN.
+            NotFiniteError: the logits hold NaN, or the sampling leaves nothing that can be drawn.
         """
         if torch.isnan(logits[likeliest]):  # argmax takes NaN for the largest
             raise NotFiniteError("the model's logits hold NaN")
@@ -78,7 +82,10 @@ class Row:
             return int(scores[0].argmax())
         none = torch.empty(1, 0, dtype=torch.long, device=logits.device)
         scores = self._narrow(none, scores)  # pyright: ignore[reportArgumentType]
-        return int(torch.multinomial(scores[0].softmax(-1), 1, generator=self._generator))
+        chances = scores[0].softmax(-1)
+        if not torch.isfinite(chances[0]):  # of one infinity or NaN every chance is NaN
+            raise NotFiniteError("the penalties or biases leave no finite scores to draw a token from")
+        return int(torch.multinomial(chances, 1, generator=self._generator))
 
     def _add_openai(self, scores: torch.Tensor) -> None:
         sampling = self.sampling
@@ -123,7 +130,7 @@ def _processors(sampling: Sampling) -> tuple[LogitsProcessorList, LogitsProcesso
     if sampling.is_greedy:
         return penalise, narrow
     if sampling.temperature != 1.0:
-        narrow.append(TemperatureLogitsWarper(sampling.temperature))
+        narrow.append(TemperatureLogitsWarper(max(sampling.temperature, _LEAST_TEMPERATURE)))
     if sampling.top_k:
         narrow.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 MAX_TOP_LOGPROBS = 20
+_REAL = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Sampling:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        for name in _REAL:  # JSON and YAML write 1.0 as 1, and transformers' steps refuse an int
+            object.__setattr__(self, name, float(getattr(self, name)))
         ranges = {
             "max_new_tokens": self.max_new_tokens >= 1,
             "temperature": 0.0 <= self.temperature <= 100.0,
@@ -47,6 +52,7 @@ class Sampling:
             "repetition_penalty": 0.0 < self.repetition_penalty <= 100.0,
             "presence_penalty": -2.0 <= self.presence_penalty <= 2.0,
             "frequency_penalty": -2.0 <= self.frequency_penalty <= 2.0,
+            "seed": self.seed is None or -(2**63) <= self.seed < 2**64,
             "top_logprobs": 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
         }
         if wrong := [name for name, fits in ranges.items() if not fits]:

@@ -97,12 +97,43 @@ def test_nan_is_no_token_and_is_that_rows_fault_alone(sampling: Sampling) -> Non
     assert second.id == int(logits_of(1).argmax())  # type: ignore[union-attr]
 
 
+def test_whole_numbers_mean_the_same_as_real_ones() -> None:
+    whole: dict[str, Any] = {
+        "temperature": 2, "top_p": 1, "min_p": 0, "repetition_penalty": 3, "presence_penalty": 1,
+        "frequency_penalty": -1,
+    }  # fmt: skip
+    real = {name: float(value) for name, value in whole.items()}
+    assert run(Sampling(seed=4, **whole)) == run(Sampling(seed=4, **real))
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        {"temperature": 1e-9}, {"temperature": 1e-40}, {"temperature": 5e-324}, {"top_p": 1e-9},
+        {"min_p": 1.0}, {"top_k": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_narrowest_sampling_draws_the_likeliest(narrow: dict[str, Any]) -> None:
+    sampling = Sampling(**{"temperature": 1.0, "seed": 8, **narrow})
+    assert [token.id for token in run(sampling)] == [int(logits_of(step).argmax()) for step in range(12)]
+
+
+def test_scores_that_a_penalty_makes_infinite_are_that_rows_fault_alone() -> None:
+    absurd = Sampling(temperature=1.0, repetition_penalty=1e-40)
+    rows = [Row(Request((3,), absurd), CPU), Row(Request((1,), Sampling()), CPU)]
+    scores = torch.stack([logits_of(0).abs() + 1, logits_of(1)])
+    first, second = choose_all(rows, scores)
+    assert isinstance(first, NotFiniteError)
+    assert second.id == int(logits_of(1).argmax())  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": math.nan}, {"top_p": 0.0},
         {"top_p": 1.1}, {"top_k": -1}, {"min_p": 1.5}, {"repetition_penalty": 0.0}, {"presence_penalty": 2.5},
-        {"frequency_penalty": -3.0}, {"top_logprobs": 21},
+        {"frequency_penalty": -3.0}, {"top_logprobs": 21}, {"seed": 2**64}, {"seed": -(2**63) - 1},
     ],
     ids=str,
 )  # fmt: skip
