@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from transformers.utils import logging as transformers_logging
 
 from shardyard.checkpoint import read_weights
 from shardyard.config import ModelConfig
-from shardyard.data.templates import build_template, exported_chat_template
 from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import Device, ProcessGroup, agree, agree_on_node
 from shardyard.errors import UserError
+from shardyard.infer import folder_facts
 from shardyard.infer.opening import Choice, Found, cache_folder, find
 from shardyard.infer.types import Sampling
 from shardyard.models import Convert, ModelSource, load_model_config, resolve_source, tokenizer_options
@@ -38,8 +37,6 @@ _OPTIONS = {
     "model.attn_implementation": "--attn-implementation",
     "data.template": "--template",
 }
-_LONGEST = 1 << 20
-"""Context of a model that states none."""
 
 
 @dataclass(frozen=True)
@@ -113,27 +110,25 @@ def _open(choice: Choice, group: ProcessGroup, device: Device, convert: Convert 
     )  # fmt: skip
     config = load_model_config(options, source)
     tokenizer = load_tokenizer(tokenizer_options(options, source))
-    _set_template(tokenizer, choice, found)
+    folder_facts.set_template(tokenizer, choice, found)
     model = _build(options, config, source, choice, found, group, device)
-    generation = _generation_config(source)
+    generation = folder_facts.generation_config(source)
     model.generation_config = GenerationConfig()
     return Opened(
-        model, tokenizer, model.config, found.name, _stop_ids(generation, config, tokenizer),
-        _defaults(generation), _context_length(model.config, tokenizer), found.run, device, group, choice,
-        found, generation,
-    )  # fmt: skip
-
-
-def _set_template(tokenizer: Any, choice: Choice, found: Found) -> None:
-    """The chosen template, or the run's ``inference.template``, in the place of the tokenizer's own."""
-    run = found.run or {}
-    name = choice.template or (run.get("inference") or {}).get("template")
-    if name is None:
-        return
-    data = run.get("data") or {}
-    thinking = choice.enable_thinking if choice.enable_thinking is not None else data.get("enable_thinking")
-    build_template(name, tokenizer)  # sets the tokenizer's eos
-    tokenizer.chat_template = exported_chat_template(name, enable_thinking=thinking)
+        model=model,
+        tokenizer=tokenizer,
+        config=model.config,
+        name=found.name,
+        stop_ids=folder_facts.stop_ids(generation, config, tokenizer),
+        defaults=folder_facts.defaults(generation),
+        context_length=folder_facts.context_length(model.config, tokenizer),
+        run=found.run,
+        device=device,
+        group=group,
+        choice=choice,
+        found=found,
+        generation=generation,
+    )
 
 
 def _build(
@@ -236,49 +231,3 @@ def _unsuited_to_tp(base: Any, config: Any, ranks: int) -> str:
         if isinstance(size, int) and size % ranks:
             return f"{key} {size} is not divisible by {ranks} ranks"
     return ""
-
-
-def _generation_config(source: ModelSource) -> GenerationConfig:
-    for folder in (source.weights, source.config):
-        if (folder / "generation_config.json").is_file():
-            try:
-                return GenerationConfig.from_pretrained(folder)
-            except Exception as error:  # of every type, for JSON of another form and for contradictions
-                logger.warning(
-                    "%s is not taken by transformers: %s", folder / "generation_config.json", error
-                )
-    return GenerationConfig()
-
-
-def _stop_ids(generation: GenerationConfig, config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer by any of the three that may name them."""
-    of_config = getattr(config.get_text_config(), "eos_token_id", None)
-    named = (generation.eos_token_id, of_config, tokenizer.eos_token_id)
-    ids = [part for value in named for part in (value if isinstance(value, list | tuple) else [value])]
-    return frozenset(int(part) for part in ids if part is not None)
-
-
-def _defaults(generation: GenerationConfig) -> Sampling:
-    """What the folder's generation_config.json asks for; greedy unless it says ``do_sample``."""
-    told = {
-        "max_new_tokens": generation.max_new_tokens,
-        "repetition_penalty": generation.repetition_penalty,
-    }
-    if generation.do_sample:
-        temperature = generation.temperature
-        told |= {
-            "temperature": 1.0 if temperature is None else temperature, "top_p": generation.top_p,
-            "top_k": generation.top_k, "min_p": generation.min_p,
-        }  # fmt: skip
-    try:
-        return Sampling(**{key: value for key, value in told.items() if value is not None})
-    except (TypeError, ValueError) as error:
-        logger.warning("generation_config.json is left out: %s", error)
-        return Sampling()
-
-
-def _context_length(config: Any, tokenizer: Any) -> int:
-    stated = getattr(config.get_text_config(), "max_position_embeddings", None)
-    length = stated if isinstance(stated, int) and stated > 0 else _LONGEST
-    limit = tokenizer.model_max_length
-    return int(min(length, limit)) if isinstance(limit, int | float) and math.isfinite(limit) else length

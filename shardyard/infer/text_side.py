@@ -9,7 +9,7 @@ from typing import Any
 from shardyard.config import ModelConfig
 from shardyard.data.tokenizer import load_tokenizer
 from shardyard.errors import UserError
-from shardyard.infer.model import _context_length, _defaults, _generation_config, _set_template, _stop_ids
+from shardyard.infer import folder_facts
 from shardyard.infer.opening import Choice, find
 from shardyard.infer.types import Sampling
 from shardyard.models import load_model_config, resolve_source, tokenizer_options
@@ -48,9 +48,14 @@ def read_text_side(choice: Choice) -> TextSide:
     source = resolve_source(options, fetch_first=lambda fetch: fetch())
     config = load_model_config(options, source)
     tokenizer = load_tokenizer(tokenizer_options(options, source))
-    _set_template(tokenizer, choice, found)
-    generation = _generation_config(source)
+    folder_facts.set_template(tokenizer, choice, found)
+    generation = folder_facts.generation_config(source)
     return TextSide(
-        str(source.weights), tokenizer, _stop_ids(generation, config, tokenizer), _defaults(generation),
-        _context_length(config, tokenizer), found.run, choice,
-    )  # fmt: skip
+        folder=str(source.weights),
+        tokenizer=tokenizer,
+        stop_ids=folder_facts.stop_ids(generation, config, tokenizer),
+        defaults=folder_facts.defaults(generation),
+        context_length=folder_facts.context_length(config, tokenizer),
+        run=found.run,
+        choice=choice,
+    )
