@@ -9,6 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from shardyard.data.templates import build_template, exported_chat_template
+from shardyard.errors import UserError, first_line
 from shardyard.infer.opening import Choice, Found
 from shardyard.infer.types import Sampling
 from shardyard.models import ModelSource
