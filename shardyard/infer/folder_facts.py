@@ -72,7 +72,8 @@ def defaults(generation: GenerationConfig) -> Sampling:
 
 def context_length(config: Any, tokenizer: Any) -> int:
     """The most tokens of prompt and answer, by the model's positions and the tokenizer's word."""
-    stated = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    stated = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)  # MPT's
     length = stated if isinstance(stated, int) and stated > 0 else _LONGEST
     limit = tokenizer.model_max_length
     return int(min(length, limit)) if isinstance(limit, int | float) and math.isfinite(limit) else length

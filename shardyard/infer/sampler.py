@@ -17,7 +17,6 @@ from transformers import (
 
 from shardyard.infer.types import Finished, Request, Sampling, Token
 
-
 _LEAST_TEMPERATURE = 1e-30
 """Below it fp32 has no room for the divided scores; the likeliest token is drawn long before."""
 

@@ -30,18 +30,77 @@ def write_model(folder: Path, family: str) -> Path:
     from support.tokenizers import CHATML, byte_tokenizer
 
     byte_tokenizer(CHATML).save_pretrained(folder)
-    if family != "mamba2":
+    if family not in ("mamba", "mamba2"):
         return write_tiny_model(folder, family)
     import torch
-    from transformers import AutoModelForCausalLM, Mamba2Config
+    from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
     torch.manual_seed(0)
+    if family == "mamba":
+        first = MambaConfig(vocab_size=199, hidden_size=16, num_hidden_layers=2, state_size=4)
+        AutoModelForCausalLM.from_config(first).save_pretrained(folder)
+        return folder
     config = Mamba2Config(
         vocab_size=199, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=4,
         n_groups=1, chunk_size=4, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize(("family", "size"), [("opt", 1), ("mpt", 1), ("gpt2", 2)])
+def test_a_long_answer_beside_a_long_prompt_does_not_pass_the_context(ranks, tmp_path, family, size):
+    folder = write_with_context_of_32(tmp_path / family, family)
+    prompts = [[place % 40 + 3 for place in range(29)], [5, 6], [8] * 15, [9]]
+    rooms = [32 - len(prompt) for prompt in prompts]
+    expected = [greedy_by_hand(folder, [prompts[row]], rooms[row])[0] for row in range(4)]
+    told = ranks.run(
+        size, answers_in_rank, folder, prompts, {"max_new_tokens": 500}, init_process_group=False
+    )
+    kind, _, found = told[0]
+    assert kind == "BatchEngine"
+    assert found == [(ids, "length") for ids in expected]
+
+
+def write_with_context_of_32(folder: Path, family: str) -> Path:
+    """A model that fails beyond its context, where those of rotary positions go on."""
+    import torch
+    from support.tokenizers import CHATML, byte_tokenizer
+    from transformers import AutoModelForCausalLM, GPT2Config, MptConfig, OPTConfig
+
+    tokenizer = byte_tokenizer(CHATML)
+    size = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {
+        "opt": lambda: OPTConfig(**size, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=32),
+        "mpt": lambda: MptConfig(**size, max_seq_len=32),
+        "gpt2": lambda: GPT2Config(**size, n_positions=32),
+    }[family]()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # nearly equal scores would be told apart by rounding
+        for parameter in model.parameters():
+            parameter *= 10 if parameter.ndim > 1 else 1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_cache_of_a_model_without_attention_is_of_some_size(ranks, tmp_path):
+    folder = write_model(tmp_path / "m", "mamba")
+    expected = greedy_by_hand(folder, PROMPTS, 3)
+    (found,) = ranks.run(1, by_default_in_rank, folder, 3, init_process_group=False)
+    assert found == ("BatchEngine", expected)
+
+
+def by_default_in_rank(folder: Path, count: int) -> Any:
+    from shardyard.infer.engines import with_engine
+    from shardyard.infer.types import Request, Sampling
+
+    def work(engine: Any) -> Any:
+        told = ask(engine, [Request(tuple(prompt), Sampling(max_new_tokens=count)) for prompt in PROMPTS])
+        return type(engine).__name__, [[token.id for token in tokens] for tokens, _ in told]
+
+    return with_engine(open_here(folder), work)
 
 
 @pytest.mark.parametrize("form", ["hf", "dcp", "mcore"])

@@ -47,7 +47,7 @@ def with_engine(
     ranks = opened.group.world_size
     padded = ranks > 1 or pads_exactly(model)
     if not is_main:
-        follow_batches(model)
+        follow_batches(model, opened.context_length)
         return None
     if not padded:
         logger.info("prompts of unequal length are answered one after another: padding would change them")
@@ -88,10 +88,17 @@ def _continuous(model: Any, room: Room, is_main: bool) -> ContinuousEngine | Non
 
 
 def _cache_tokens(opened: Opened, max_running: int) -> int:
-    """As many as fit a share of the free memory: keys and values, and a row of the mask of a step."""
+    """As many as fit a share of the free memory: keys and values, and a row of the mask of a step.
+
+    What a config does not say is taken from its width, which is more than any layer keeps: so too for models
+    without attention, whose caches are none of this.
+    """
     config = opened.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries = getattr(config, "num_attention_heads", None)
+    queries = queries if isinstance(queries, int) else 1
+    told = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    heads, size = (value if isinstance(value, int) else None for value in told)
+    heads, size = heads or queries, size or config.hidden_size // queries
     item = opened.model.dtype.itemsize
     per_token = item * (2 * config.num_hidden_layers * heads * size + 2 * PREFILL_TOKENS)
     fitting = int(_SHARE_OF_MEMORY * opened.device.free_memory()) // per_token

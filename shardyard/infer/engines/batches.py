@@ -1,6 +1,7 @@
 """Batches of transformers' `generate` as an engine: for every family, and for a model that ranks share.
 
-Requests that wait begin together and the next ones when all of them have ended. Ranks run each batch in step:
+Requests that wait begin together and the next ones when all of them have ended. A batch whose longest prompt
+reaches the context's end is over too, and who is left goes on in the next one. Ranks run each batch in step:
 rank 0 tells the others its requests and, at each step, which tokens were chosen and who was cancelled.
 """
 
@@ -10,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,11 +44,13 @@ class BatchEngine:
     ) -> None:
         self.context_length = context_length
         self._book = Book(context_length, model.config.get_text_config().vocab_size)
-        self._runner = _Runner(model, ranks)
+        self._runner = _Runner(model, ranks, context_length)
+        self._device = model.device
         self._max_running, self._padded, self._ranks = max_running, padded, ranks
         self._waiting: queue.Queue[Entry | None] = queue.Queue()
         self._held: list[Entry] = []
-        """Those of another length than the batch that runs."""
+        """Those of another length than the batch that runs, and those that it left unfinished."""
+        self._rows: dict[str, Row] = {}
         self._thread = threading.Thread(target=self._work, name="shardyard-generate", daemon=True)
         self._thread.start()
 
@@ -99,7 +103,7 @@ class BatchEngine:
         except queue.Empty:
             pass
         found = [entry for entry in found if not entry.done]
-        batch = [entry for entry in found if self._padded or _length(entry) == _length(found[0])]
+        batch = [entry for entry in found if self._padded or self._length(entry) == self._length(found[0])]
         batch = batch[: self._max_running]
         self._held = [entry for entry in found if entry not in batch]
         return batch
@@ -107,22 +111,31 @@ class BatchEngine:
     def _run(self, batch: list[Entry]) -> None:
         for entry in batch:
             self._book.start(entry)
-        requests = [entry.request for entry in batch]
+        rows = [self._rows.get(entry.id) or Row(entry.request, self._device) for entry in batch]
         if self._ranks > 1:
-            _tell(requests)
-        self._runner.run(requests, _Choice(batch, self._book))
+            _tell([_rest(row) for row in rows])
+        self._runner.run(rows, _Choice(batch, self._book))
+        left = {entry.id: row for entry, row in zip(batch, rows, strict=True) if not entry.done}
+        self._rows = {name: row for name, row in self._rows.items() if self._book.get(name)} | left
+        self._held = [entry for entry in batch if entry.id in left] + self._held
+
+    def _length(self, entry: Entry) -> int:
+        row = self._rows.get(entry.id)
+        return len(entry.request.prompt_ids) + (len(row.answer) if row else 0)
 
 
-def _length(entry: Entry) -> int:
-    return len(entry.request.prompt_ids)
+def _rest(row: Row) -> Request:
+    """What is still to be answered of a row."""
+    left = replace(row.sampling, max_new_tokens=row.sampling.max_new_tokens - len(row.answer))
+    return Request((*row.prompt, *row.answer), left)
 
 
-def follow(model: Any) -> None:
+def follow(model: Any, context_length: int) -> None:
     """What the other ranks do until rank 0's engine is closed."""
-    runner = _Runner(model, dist.get_world_size())
+    runner = _Runner(model, dist.get_world_size(), context_length)
     while (requests := _told()) is not None:
         if requests:
-            runner.run(requests, None)
+            runner.run([Row(request, model.device) for request in requests], None)
 
 
 def _tell(requests: list[Request] | None) -> None:
@@ -159,21 +172,24 @@ class _Choice:
 class _Runner:
     """One batch after another through `generate`, the same on every rank."""
 
-    def __init__(self, model: Any, ranks: int) -> None:
-        self._model, self._ranks = model, ranks
+    def __init__(self, model: Any, ranks: int, context_length: int) -> None:
+        self._model, self._ranks, self._context_length = model, ranks, context_length
 
     @torch.no_grad()
-    def run(self, requests: Sequence[Request], choice: _Choice | None) -> None:
-        """``choice`` is rank 0's; the others take its tokens."""
+    def run(self, rows: list[Row], choice: _Choice | None) -> None:
+        """To the end of all, or of the context. ``choice`` is rank 0's; the others take its tokens."""
         device = self._model.device
-        longest = max(len(request.prompt_ids) for request in requests)
-        ids = torch.zeros(len(requests), longest, dtype=torch.long)
+        known = [_rest(row) for row in rows]
+        longest = max(len(request.prompt_ids) for request in known)
+        ids = torch.zeros(len(known), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row, request in enumerate(requests):  # on the left, so that answers begin at one place
-            ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-            mask[row, longest - len(request.prompt_ids) :] = 1
-        steps = max(request.sampling.max_new_tokens for request in requests)
-        step = _Step([Row(request, device) for request in requests], choice, self._ranks)
+        for index, request in enumerate(known):  # on the left, so that answers begin at one place
+            ids[index, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            mask[index, longest - len(request.prompt_ids) :] = 1
+        # rows that have ended are carried along, and learned positions end with the context
+        steps = max(request.sampling.max_new_tokens for request in known)
+        steps = min(steps, self._context_length - longest)
+        step = _Step(rows, choice, self._ranks)
         self._model.generate(
             input_ids=ids.to(device), attention_mask=mask.to(device),
             generation_config=GenerationConfig(max_new_tokens=steps, do_sample=False, pad_token_id=0),
