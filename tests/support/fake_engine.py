@@ -107,7 +107,9 @@ def says(tokenizer: Any, text: str, *, stop: bool = True, wait_after: int | None
             if not sampling.logprobs:
                 yield Token(token)
             else:
-                top = tuple((ids[number], -1.0 - number) for number in range(sampling.top_logprobs))
+                top = tuple(
+                    (ids[number % len(ids)], -1.0 - number) for number in range(sampling.top_logprobs)
+                )
                 yield Token(token, -1.0 - place, top)
             if place + 1 == sampling.max_new_tokens and token not in sampling.stop_ids:
                 yield Finished("length")

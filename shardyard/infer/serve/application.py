@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -65,9 +66,7 @@ def build_app(
     return app
 
 
-class _Json(Response):
-    media_type = "application/json"
-
+class _Json(JSONResponse):
     def render(self, content: Any) -> bytes:
         return dumps(content)
 
@@ -185,7 +184,7 @@ async def _http_fault(request: Request, error: HTTPException) -> Response:
 def _answering(asked: type[Asked], answer: type[BaseModel]) -> dict[str, Any]:
     """How a route that answers is described."""
     responses = _faults(answer, *_OF_BODIES)
-    responses[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    responses[200]["content"] = {"text/event-stream": {}}
     schema = {"$ref": f"#/components/schemas/{asked.__name__}"}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"response_class": _Json, "responses": responses, "openapi_extra": {"requestBody": body}}

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+)
 
 from shardyard.infer.serve.limits import MAX_BIASED_TOKENS, MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS
 from shardyard.infer.types import MAX_TOP_LOGPROBS
 
 _MOST_TOKENS = 2**31 - 1
-_Count = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+
+
+def _integral(value: Any) -> Any:
+    """JSON has one kind of numbers: 5.0 is whole."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+_WHOLE = BeforeValidator(_integral)
+"""Stands behind a field's bounds, so that its JSON schema has them."""
+_Count = Annotated[int, Field(ge=1, le=_MOST_TOKENS), _WHOLE]
 _StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
@@ -41,12 +58,12 @@ class Asked(_Closed):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: _Count | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
     stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), _WHOLE] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_MOST_TOKENS)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MOST_TOKENS), _WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: _Penalty | None = None
@@ -84,17 +101,26 @@ _CALL = {
     },
     "required": ["function"],
 }
+_CALLS = {"type": "array", "minItems": 1, "items": _CALL}
+
+
+def _message(roles: list[str], more: dict[str, Any], *required: str) -> dict[str, Any]:
+    properties = {"role": {"enum": roles}, "content": _TEXT, "name": {"type": "string"}, **more}
+    return {
+        "type": "object", "properties": properties, "required": ["role", *required],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+_THOUGHT = {"reasoning_content": {"type": ["string", "null"]}}
+_CALLING = {"content": {"anyOf": [*_TEXT["anyOf"], {"type": "null"}]}, "tool_calls": _CALLS, **_THOUGHT}
 _MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [*_TEXT["anyOf"], {"type": "null"}]},
-        "reasoning_content": {"type": ["string", "null"]},
-        "tool_calls": {"type": ["array", "null"], "items": _CALL},
-        "tool_call_id": {"type": "string"},
-        "name": {"type": "string"},
-    },
-    "required": ["role"],
+    "anyOf": [
+        _message(["system", "developer", "user"], {}, "content"),
+        _message(["assistant"], _THOUGHT, "content"),
+        _message(["assistant"], _CALLING, "tool_calls"),
+        _message(["tool"], {"tool_call_id": {"type": "string"}}, "content"),
+    ]
 }
 _TOOL = {
     "type": "object",
@@ -125,7 +151,7 @@ class ChatRequest(Asked):
     parallel_tool_calls: Literal[True] | None = None
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] | None = None
     response_format: ResponseFormat | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -168,8 +194,8 @@ _PROMPT = {
 class CompletionRequest(Asked):
     prompt: Annotated[Any, AfterValidator(_prompt), WithJsonSchema(_PROMPT)]
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), _WHOLE] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] | None = None
     suffix: Literal[""] | None = None
 
     @property
