@@ -117,7 +117,8 @@ def linear_token_scores(
 ) -> torch.Tensor:
     """[L, 2] as `token_scores_` gives them, of the arguments of `linear_cross_entropy_sum`; no gradient."""
     loss = loss or HeadLoss()
-    rows = loss.rows(len(targets), *weight.shape, weight.dtype, weight.device.type)
+    words, hidden_size = weight.shape
+    rows = loss.rows(len(targets), words, hidden_size, weight.dtype, weight.device.type)
     chunks = _Chunks(hidden, weight, targets, bias, loss, rows)
     parts = [chunks.scores(start) for start in chunks.starts]
     return torch.cat(parts) if parts else chunks.logits.new_zeros(0, 2)
