@@ -48,7 +48,10 @@ def stop_ids(generation: GenerationConfig, config: Any, tokenizer: Any) -> froze
     of_config = getattr(config.get_text_config(), "eos_token_id", None)
     named = (generation.eos_token_id, of_config, tokenizer.eos_token_id)
     ids = [part for value in named for part in (value if isinstance(value, list | tuple) else [value])]
-    return frozenset(int(part) for part in ids if part is not None)
+    ids = [part for part in ids if part is not None]
+    if wrong := [part for part in ids if not isinstance(part, int)]:
+        raise UserError(f"--model: eos_token_id {wrong[0]!r} in its generation_config.json is no token id")
+    return frozenset(ids)
 
 
 def defaults(generation: GenerationConfig) -> Sampling:

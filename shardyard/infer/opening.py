@@ -16,7 +16,7 @@ import yaml
 from shardyard.checkpoint.exported import is_exported
 from shardyard.checkpoint.folder import BEST, complete, named, pointed, step_of
 from shardyard.checkpoint.manifest import fault_of
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 
 logger = logging.getLogger("shardyard.infer")
 
@@ -123,7 +123,7 @@ def _of_run(run_dir: Path, choice: Choice) -> Found:
 
 def _of_step(checkpoints: Path, wanted: str) -> Path:
     steps = {step: path for path in named(checkpoints) if (step := step_of(path)) is not None}
-    if not wanted.isdigit() or int(wanted) not in steps:
+    if not (wanted.isascii() and wanted.isdigit()) or int(wanted[:20]) not in steps:
         raise UserError(
             f"--checkpoint {wanted}: {checkpoints} has the steps {', '.join(map(str, steps))}; or say latest "
             "or best"
@@ -151,14 +151,27 @@ def _shown(path: Path) -> str:
 
 
 def _config_of(run_dir: Path | None) -> dict[str, Any] | None:
-    """The resolved config of a run, by section; None where its file is missing or says nothing."""
+    """The resolved config of a run, by section; None, with a word of it, where its file is missing.
+
+    Raises:
+        UserError: a file that cannot be read. Prompts are rendered by it: without it answers would be others.
+    """
     if run_dir is None:
         return None
+    file = run_dir / RESOLVED_CONFIG
     try:
-        told = yaml.safe_load((run_dir / RESOLVED_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        told = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        logger.warning(
+            "%s is missing: prompts are rendered without the run's data and inference settings, "
+            "so answers may not be as trained", _shown(file),
+        )  # fmt: skip
         return None
-    return told if isinstance(told, dict) else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"--model: {file} cannot be read: {first_line(error)}") from error
+    if not isinstance(told, dict) or not all(isinstance(part, dict) for part in told.values()):
+        raise UserError(f"--model: {file} holds no sections of a run's settings; restore it or move it away")
+    return told
 
 
 def cache_folder() -> Path:
