@@ -48,6 +48,7 @@ def generate(
 
     def prepare() -> str:
         tasks.extend(Planner(opened, wanted, section=section)(read()))
+        _check_ids(tasks, opened.config.get_text_config().vocab_size)
         kind = "beams" if tasks[0].num_beams > 1 else "engine"
         return f"{kind} {min(max_running, len(tasks))}"
 
@@ -64,6 +65,16 @@ def generate(
             emit(task, answer, task.number)
 
     with_engine(opened, work, max_running=int(running))  # the same on every rank
+
+
+def _check_ids(tasks: Sequence[Task], vocab_size: int) -> None:
+    """A tokenizer may know more tokens than the model has rows for."""
+    for task in tasks:
+        if (largest := max(task.request.prompt_ids)) >= vocab_size:
+            raise UserError(
+                f"{task.row.where}: the tokenizer makes token {largest} of it, and the model's vocabulary "
+                f"has {vocab_size} tokens; name the model's own tokenizer in --tokenizer"
+            )
 
 
 def _check_room(engine: Engine, tasks: Sequence[Task]) -> None:

@@ -17,7 +17,7 @@ from shardyard.checkpoint import read_weights
 from shardyard.config import ModelConfig
 from shardyard.data.tokenizer import load_tokenizer
 from shardyard.device import Device, ProcessGroup, agree, agree_on_node
-from shardyard.errors import UserError
+from shardyard.errors import UserError, first_line
 from shardyard.infer import folder_facts
 from shardyard.infer.opening import Choice, Found, cache_folder, find
 from shardyard.infer.types import Sampling
@@ -168,8 +168,13 @@ def _of_checkpoint(
     dtype: torch.dtype,
 ) -> Any:
     """transformers' loader lays the model out, from NaN that takes no memory; the checkpoint fills it."""
-    with torch.device("meta"):
-        shell = base._from_config(config, attn_implementation=options.attn_implementation)
+    try:
+        with torch.device("meta"):
+            shell = base._from_config(config, attn_implementation=options.attn_implementation)
+    except (ImportError, ValueError) as error:  # a missing package, or no such name
+        raise UserError(
+            f"model.attn_implementation {options.attn_implementation}: {first_line(error)}"
+        ) from error
     nothing, tied = torch.full((), torch.nan), shell.get_expanded_tied_weights_keys(all_submodels=True)
     shapes = {name: tensor.shape for name, tensor in shell.state_dict().items() if name not in tied}
     model = base.from_pretrained(

@@ -71,7 +71,10 @@ def converse(
 
     def work(engine: Engine) -> None:
         def ask(task: Task, write: Callable[[str], object]) -> Answer:
-            return next(answers(engine, [task], opened.tokenizer, on_text=write))
+            try:
+                return next(answers(engine, [task], opened.tokenizer, on_text=write))
+            except ValueError as error:  # more than the memory holds, or another model's tokens
+                raise UserError(str(error)) from error
 
         talk(manner, made[0], ask)
 
@@ -109,7 +112,11 @@ def talk(
             if manner.history_turns is None:
                 write(f"({dropped} earlier turn(s) do not fit the context and are forgotten)\n")
         write(manner.answers)
-        answer = ask(task, write)
+        try:
+            answer = ask(task, write)
+        except UserError as error:
+            write(f"no answer: {error}\n")
+            continue
         write(f"\n{manner.after}\n" if manner.after else "\n")
         if answer.error:
             write(f"no answer: {answer.error}\n")

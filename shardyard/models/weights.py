@@ -106,6 +106,8 @@ def from_files(
             )  # fmt: skip
         except (RuntimeError, ValueError, OSError, SafetensorError, pickle.UnpicklingError) as error:
             raise UserError(f"{_KEY}: the weights of {folder} cannot be read: {error}") from error
+        except ImportError as error:  # of an attention whose package is missing
+            raise UserError(f"model.attn_implementation {attention}: {first_line(error)}") from error
         refuse_scrambled(model)
         _refuse_incomplete(model, info, folder)
         free_what_was_read_around(model)

@@ -127,3 +127,27 @@ def test_nothing_is_written_when_a_row_cannot_be_answered(ranks, model, tmp_path
     code, out, _ = run(ranks, "--model", model, "--prompt-file", file, "--output", output, *options)
     assert isinstance(code, str) and part in code and code.startswith(str(file))
     assert out == "" and [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
+
+
+@pytest.mark.parametrize("beams", [[], ["--num-beams", 2]], ids=["engine", "beams"])
+def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_named(ranks, model, tmp_path, beams):
+    from support.tokenizers import CHATML, byte_tokenizer
+
+    tokenizer = byte_tokenizer(CHATML)
+    vocabulary = len(tokenizer)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path / "t")
+    prompts = ["--prompt", "a", "--prompt", "a<more>"]
+    code, out, _ = run(ranks, "--model", model, "--tokenizer", tmp_path / "t", "--raw", *prompts, *beams)
+    assert code == (
+        f"--prompt 2: the tokenizer makes token {vocabulary} of it, and the model's vocabulary has "
+        f"{vocabulary} tokens; name the model's own tokenizer in --tokenizer"
+    )
+    assert out == ""
+
+
+def test_an_attention_whose_package_is_missing_is_one_message(ranks, model):
+    words = ["--model", model, "--prompt", "a", "--attn-implementation", "flash_attention_2"]
+    code, out, _ = run(ranks, *words)
+    assert isinstance(code, str) and code.startswith("--attn-implementation flash_attention_2: ")
+    assert (out, "\n" in code) == ("", False)

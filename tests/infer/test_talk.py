@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from shardyard.errors import UserError
 from shardyard.infer.answers import Answer
 from shardyard.infer.plan import Task, TooLongError
 from shardyard.infer.prompts import Row
@@ -35,6 +36,8 @@ def conversation(manner: Manner, lines: Iterable[str], room: int = 99) -> tuple[
         asked.append([message["content"] for message in messages])
         if messages[-1]["content"] == "bad":
             return Answer(finish_reason="error", error="NaN")
+        if messages[-1]["content"] == "foreign":
+            raise UserError("token id 9 is not in the vocabulary of 5")
         text = messages[-1]["content"].upper()
         write(text)
         return Answer(text, finish_reason="stop")
@@ -54,9 +57,10 @@ def test_the_fsdp2_loop_has_the_references_words():
 
 
 def test_the_input_s_end_leaves_and_a_fault_is_told_and_forgotten():
-    screen, asked = conversation(FSDP2, ["hi", "long", "bad", "there"])
+    screen, asked = conversation(FSDP2, ["hi", "long", "bad", "foreign", "there"])
+    assert "no answer: token id 9" in screen
     assert "this message: too long\n" in screen and "no answer: NaN\n" in screen
-    assert asked == [["hi"], ["hi", "HI", "bad"], ["hi", "HI", "there"]]
+    assert asked == [["hi"], *(["hi", "HI", last] for last in ("bad", "foreign", "there"))]
 
 
 def test_the_oldest_turns_are_dropped_where_all_do_not_fit():
