@@ -50,6 +50,7 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb that ``argv`` names; returns 0, 1 for a fault or 2 for the user's mistake."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
         return _dispatch(words)
     except UserError as error:
@@ -62,6 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, a pager) has gone; what Python still holds must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Nothing to read, and nowhere to write, for who closed a standard stream: Python has None there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)  # for ranks that are started; it has the free number
+            setattr(sys, name, stream)
 
 
 def _dispatch(words: list[str]) -> int:

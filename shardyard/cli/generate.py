@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,14 +216,14 @@ class _Writer:
 
     def stream(self, text: str) -> None:
         self._streamed = True
-        print(text, end="", flush=True)
+        _print(text)
 
     def take(self, task: Task, answer: Answer, number: int) -> None:
         from shardyard.infer.records import record
 
         self._faults += answer.finish_reason == "error"
         if self._as_text:
-            print("" if self._streamed else answer.text, flush=True)
+            _print("\n" if self._streamed else f"{answer.text}\n")
             if answer.error:
                 print(f"error: {task.row.where}: {answer.error}", file=sys.stderr)
             return
@@ -230,7 +231,7 @@ class _Writer:
         if self._output is not None:
             self._output.write(line)
         else:
-            print(line, flush=True)
+            _print(f"{line}\n")
 
     def finish(self) -> int:
         """All answers are there: the exit code."""
@@ -244,6 +245,17 @@ class _Writer:
     def abandon(self) -> None:
         if self._output is not None:
             self._output.abandon()
+
+
+def _print(text: str) -> None:
+    """To standard output, at once."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # whoever read it has had enough
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # not to fail again at exit
+        raise UserError(f"standard output: {error.strerror or error}") from error
 
 
 def _json(row: Any) -> str:
