@@ -70,7 +70,8 @@ class ContinuousEngine:
         self.context_length = min(room.context_length, room.cache_tokens)
         self._book = Book(self.context_length, model.config.get_text_config().vocab_size)
         self._manager = _Manager(model, room.config(model), self._book)
-        self._manager.start()
+        with torch.inference_mode():  # which the loop takes over from whoever starts it
+            self._manager.start()
 
     @property
     def fault(self) -> str | None:
@@ -110,7 +111,8 @@ class ContinuousEngine:
 def follow(model: Any, room: Room) -> None:
     """What the other ranks do until rank 0's engine is closed. Raises RuntimeError for a fault."""
     manager = _Manager(model, room.config(model), None)
-    manager.start()
+    with torch.inference_mode():
+        manager.start()
     manager.join(time.perf_counter())
     if fault := manager.background_thread_status.fatal_error:
         raise RuntimeError(f"generation has stopped: {fault}") from fault
