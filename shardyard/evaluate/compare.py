@@ -11,7 +11,7 @@ from typing import Any
 
 from shardyard.errors import UserError
 from shardyard.evaluate.results import RATIOS, aligned, samples_folder, values_of
-from shardyard.evaluate.statistics import mcnemar, mean_and_error, ratio_and_error, student_p
+from shardyard.evaluate.statistics import exp, mcnemar, mean_and_error, ratio_and_error, student_p
 
 LEVEL = 0.05
 """Below this p value a difference is called significant."""
@@ -45,7 +45,7 @@ def compare(first: Path, second: Path) -> list[Difference]:
         UserError: one is not there, they share no task, or were not made on the same samples.
     """
     tasks_a, tasks_b = _read(first), _read(second)
-    shared = [name for name in tasks_a if name in tasks_b]
+    shared = [name for name in tasks_a if name in tasks_b and (tasks_a[name] or tasks_b[name])]
     if not shared:
         raise UserError(
             f"--compare: {first} has {', '.join(tasks_a)}, and {second} has {', '.join(tasks_b)}: no task "
@@ -81,7 +81,7 @@ def difference_of(task: str, metric: str, first: Sequence[Any], second: Sequence
 
 
 def _student(mean: float, error: float | None, count: int) -> float | None:
-    if error is None:
+    if error is None or not math.isfinite(mean) or not math.isfinite(error):
         return None
     if error == 0.0:
         return 1.0 if mean == 0.0 else 0.0
@@ -101,7 +101,7 @@ def _difference_of_ratios(task: str, metric: str, first: Sequence[Any], second: 
 
 
 def _ratio_metric(metric: str, ratio: float) -> float:
-    return -ratio / math.log(2) if metric == "bits_per_byte" else math.exp(-ratio)
+    return -ratio / math.log(2) if metric == "bits_per_byte" else exp(-ratio)
 
 
 def _of_groups(path: Path, tasks_a: Mapping[str, list], tasks_b: Mapping[str, list]) -> list[Difference]:
@@ -138,10 +138,10 @@ def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
             continue
         samples = samples_folder(file) / f"{name.replace('/', '_')}.jsonl"
         try:
-            lines = samples.read_text(encoding="utf-8").splitlines()
+            lines = samples.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--compare {path}: the samples of {name} cannot be read: {error}") from error
-        found[name] = [_parsed(line, f"{samples}:{number}") for number, line in enumerate(lines, 1)]
+        found[name] = [_parsed(line, f"{samples}:{number}") for number, line in enumerate(lines, 1) if line]
     if not any(found.values()):
         raise UserError(f"--compare {path}: no task with samples in it; was it written by --tasks --output?")
     return found
@@ -166,6 +166,10 @@ def _json(path: Path) -> dict[str, Any]:
         raise UserError(f"--compare {path}: no results: {error}") from error
     if not isinstance(told, dict) or not isinstance(told.get("tasks"), dict):
         raise UserError(f"--compare {path}: no results of tasks in it")
+    for name, task in told["tasks"].items():
+        is_task = isinstance(task, dict) and isinstance(task.get("scores"), dict)
+        if not is_task or not isinstance(task.get("members", []), list):
+            raise UserError(f"--compare {path}: tasks.{name} is no result of a task")
     return told
 
 
@@ -174,7 +178,11 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
         sample = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: no JSON: {error}") from error
-    if not isinstance(sample, dict) or not {"doc_id", "doc_hash", "metrics"} <= sample.keys():
+    if (
+        not isinstance(sample, dict)
+        or not {"doc_id", "doc_hash", "metrics"} <= sample.keys()
+        or (not isinstance(sample["metrics"], dict))
+    ):
         raise UserError(f"{where}: no sample of a task")
     return sample
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardyard.durable import temporary_name, write_durably
 from shardyard.errors import UserError
-from shardyard.evaluate.statistics import mean_and_error, ratio_and_error
+from shardyard.evaluate.statistics import exp, mean_and_error, ratio_and_error
 
 RATIOS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 """Metrics of lm-eval whose samples are (log-likelihood, words or bytes)."""
@@ -57,7 +57,7 @@ def score_of(
         ratio, error = ratio_and_error([(float(x), float(w)) for x, w in values])
         if metric == "bits_per_byte":
             return Score(-ratio / math.log(2), error and error / math.log(2), len(values), higher)
-        value = math.exp(-ratio)
+        value = exp(-ratio)
         return Score(value, error and value * error, len(values), higher)
     if all(isinstance(value, bool | int | float) for value in values):
         mean, error = mean_and_error([float(value) for value in values])
@@ -163,17 +163,27 @@ def check_output(path: Path) -> None:
 def write_results(results: Results, path: Path) -> None:
     """The results, and beside them a folder with each task's samples, a line each; each file complete or
     absent.
+
+    Raises:
+        UserError: they cannot be written.
     """
     folder = samples_folder(path)
-    folder.mkdir(exist_ok=True)
-    for task in results.tasks:
-        if task.samples:
-            lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in task.samples]
-            _write(folder / f"{task.name.replace('/', '_')}.jsonl", "".join(lines))
-    _write(path, json.dumps(as_json(results), ensure_ascii=False, indent=1) + "\n")
+    try:
+        folder.mkdir(exist_ok=True)
+        for task in results.tasks:
+            if task.samples:
+                lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in task.samples]
+                _write(folder / f"{task.name.replace('/', '_')}.jsonl", "".join(lines))
+        _write(path, json.dumps(as_json(results), ensure_ascii=False, indent=1) + "\n")
+    except OSError as error:  # a full disk, a folder that may not be written to
+        raise UserError(f"--output {path}: the results cannot be written: {error}") from error
 
 
 def _write(path: Path, text: str) -> None:
     temporary = temporary_name(path)
-    write_durably(temporary, text.encode("utf-8", "backslashreplace").decode())  # rows may hold surrogates
-    temporary.replace(path)
+    try:
+        write_durably(temporary, text.encode("utf-8", "backslashreplace").decode())  # rows hold surrogates
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

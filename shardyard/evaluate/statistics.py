@@ -18,15 +18,27 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 def ratio_and_error(pairs: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
     """sum(x) / sum(w) and its standard error by linearisation: the mean of x - r w, whose own mean is 0.
 
+    Of no weight at all (texts without a word) the ratio is NaN.
+
     Cochran, Sampling Techniques (3rd ed.), 2.11: the ratio estimator.
     """
     weight = math.fsum(w for _, w in pairs)
+    if weight == 0:
+        return math.nan, None
     ratio = math.fsum(x for x, _ in pairs) / weight
     if len(pairs) < 2:
         return ratio, None
     squares = math.fsum((x - ratio * w) ** 2 for x, w in pairs)
     count = len(pairs)
     return ratio, math.sqrt(squares * count / (count - 1)) / weight
+
+
+def exp(value: float) -> float:
+    """e to the value; infinite beyond what a float holds."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def mcnemar(first_only: int, second_only: int) -> float:

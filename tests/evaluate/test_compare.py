@@ -129,3 +129,41 @@ def test_other_samples_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=told):
             compare(first, path)
+
+
+def test_tasks_without_samples_and_numbers_that_are_none(tmp_path: Path) -> None:
+    first = _write(tmp_path / "a.json", _task("x", [0.1, math.nan, 0.3]), TaskResult("q", {}))
+    second = _write(tmp_path / "b.json", _task("x", [0.1, 0.2, 0.3]), TaskResult("q", {}))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}_samples" / "q.jsonl").write_text("")
+    (found,) = compare(first, second)
+    assert found.p is None and found.verdict == "cannot tell"
+    endless = difference_of("t", "word_perplexity", [(-math.inf, 2), (-1.0, 2)], [(-1.0, 2), (-2.0, 2)])
+    assert endless.p is None and endless.first == math.inf
+    assert math.isnan(score_of("word_perplexity", [(0.0, 0)]).value)
+    assert score_of("byte_perplexity", [(-1e6, 1)]).value == math.inf
+
+
+def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+    sample = {"doc_id": 0, "doc_hash": "h", "prompt": "a\u2028b\x85c", "metrics": {"acc": 1.0}}
+    path = _write(tmp_path / "a.json", TaskResult("x", {"acc": score_of("acc", [1.0])}, 0, [sample]))
+    assert [one.samples for one in compare(path, path)] == [1]
+
+
+@pytest.mark.parametrize("task", [3, {}, {"scores": 3}, {"scores": {}, "members": 5}])
+def test_files_that_only_look_like_results(task: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"tasks": {"x": task}}))
+    with pytest.raises(UserError, match="tasks.x is no result"):
+        compare(path, path)
+
+
+def test_a_full_disk_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        path.write_text(text[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shardyard.evaluate.results.write_durably", full)
+    with pytest.raises(UserError, match="--output .*No space left"):
+        _write(tmp_path / "a.json", _task("x", [1.0]))
+    assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == []

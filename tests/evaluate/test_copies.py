@@ -200,3 +200,30 @@ def test_needles_lie_at_their_depths() -> None:
     assert places == sorted(places) and places[0] < 0.05 and places[-1] > 0.9
     (only,) = hide(part, Letters(), 300, "zh")
     assert only.subject == "150_tokens" and "秘密词语" in only.rows[0]["prompt"]
+
+
+@pytest.mark.parametrize("answer", ["²", "9" * 5000, "٢", "-1"])
+def test_answers_that_are_no_number_of_a_choice(answer: str, tmp_path: Path) -> None:
+    _write(tmp_path / "test/x_test.csv", f"Q,a,b,c,d,{answer}\n")
+    with pytest.raises(UserError, match=r"x_test.csv:1: the answer .* is none of 4 choices"):
+        read_copy("mmlu", tmp_path, name="mmlu")
+
+
+def test_files_at_the_edge(tmp_path: Path) -> None:
+    _write(tmp_path / "m/test/x_test.csv", "Q" * 200_000 + ",a,b,c,d,A\n")
+    (long,) = read_copy("mmlu", tmp_path / "m", name="mmlu")
+    assert len(long.rows[0]["question"]) == 200_000
+    write_jsonl(tmp_path / "a/v1_1/sat-math.jsonl", [{"question": "q", "options": ["x", "y"], "label": 0}])
+    (zero,) = read_copy("agieval", tmp_path / "a", name="agieval")
+    assert zero.rows[0]["letter"] == "A" and not zero.skipped
+    many = {"ctx_a": "a", "ctx_b": "b", "activity_label": "l", "endings": ["e"] * 12, "label": 11}
+    write_jsonl(tmp_path / "h/hellaswag_val.jsonl", [many])
+    with pytest.raises(UserError, match="12 choices, where at most 10"):
+        read_copy("hellaswag", tmp_path / "h", name="hellaswag")
+    _write(tmp_path / "q/dev.jsonl", '{"question": ' + "9" * 5000 + "}\n")
+    with pytest.raises(UserError, match="dev.jsonl:1: no JSON"):
+        read_copy("boolq", tmp_path / "q", name="boolq")
+    _write(tmp_path / "b/bbh/s.json", '{"examples": [{"input": "q", "target": "t"}]}')
+    _write(tmp_path / "b/cot-prompts/s.txt", "").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="s.txt: .*decode"):
+        read_copy("bbh", tmp_path / "b", name="bbh")

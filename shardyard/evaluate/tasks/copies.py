@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardyard.errors import UserError
-from shardyard.evaluate.tasks.files import Row, read_rows, text_of
+from shardyard.evaluate.tasks.files import Row, read_rows, text_at, text_of
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -71,9 +71,11 @@ def _choice(part: Part, row: Row, question: str, choices: Sequence[str], answer:
     if not told:
         return part.skip("no answer")
     index = LETTERS.find(told.upper()) if len(told) == 1 and told.isalpha() else -1
-    index = int(told) if told.isdigit() else index
+    index = int(told) if re.fullmatch("[0-9]{1,4}", told) else index
+    if len(choices) > len(LETTERS):
+        raise UserError(f"{row['where']}: {len(choices)} choices, where at most {len(LETTERS)} have a letter")
     if not 0 <= index < len(choices):
-        raise UserError(f"{row['where']}: the answer {answer!r} is none of {len(choices)} choices")
+        raise UserError(f"{row['where']}: the answer {answer[:40]!r} is none of {len(choices)} choices")
     letters = list(LETTERS[: len(choices)])
     part.rows.append(
         {
@@ -203,7 +205,7 @@ def _published_prompt(home: Path, subject: str) -> str:
     for base in (home, home.parent):
         path = base / "cot-prompts" / f"{subject}.txt"
         if path.is_file():
-            text = path.read_text(encoding="utf-8")
+            text = text_at(path)
             return text.split("-----\n", 1)[-1].strip()
     return ""
 
@@ -248,7 +250,15 @@ def _agieval_row(part: Part, row: Row, is_chinese: bool) -> None:
                 return part.skip("more than one right answer")
             label = label[0]
         choices = [re.sub(r"^\s*\(?[A-J]\)[.:]?\s*", "", str(option)) for option in options]
-        return _choice(part, row, question, choices, str(label or ""), kind="choice", chinese=is_chinese)
+        return _choice(
+            part,
+            row,
+            question,
+            choices,
+            "" if label is None else str(label),
+            kind="choice",
+            chinese=is_chinese,
+        )
     if isinstance(options, list) and row.get("answer") is None:
         return part.skip("empty choice")
     answer = str(row.get("answer") or "").strip()

@@ -36,6 +36,18 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
     return list(_lines(path, text) if kind == ".jsonl" else _document(path, text))
 
 
+def text_at(path: Path) -> str:
+    """The text of a file, its lines ended by \\n alone.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return _text(path).replace("\r\n", "\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {first_line(error)}") from error
+
+
 def _text(path: Path) -> str:
     held = path.read_bytes()
     held = gzip.decompress(held) if path.suffix == ".gz" else held
@@ -43,6 +55,7 @@ def _text(path: Path) -> str:
 
 
 def _csv(path: Path, text: str, columns: Sequence[str] | None) -> Iterator[Row]:
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     names = list(columns) if columns else None
     line = 1
@@ -83,7 +96,7 @@ def _document(path: Path, text: str) -> Iterator[Row]:
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise UserError(f"{where}: no JSON: {first_line(error)}") from error
 
 
