@@ -154,7 +154,7 @@ def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
 def test_files_that_only_look_like_results(task: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"tasks": {"x": task}}))
-    with pytest.raises(UserError, match="tasks.x is no result"):
+    with pytest.raises(UserError, match=r"tasks\.x is no result"):
         compare(path, path)
 
 
@@ -164,6 +164,6 @@ def test_a_full_disk_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shardyard.evaluate.results.write_durably", full)
-    with pytest.raises(UserError, match="--output .*No space left"):
+    with pytest.raises(UserError, match=r"--output .*No space left"):
         _write(tmp_path / "a.json", _task("x", [1.0]))
     assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == []
