@@ -69,7 +69,9 @@ def write_with_context_of_32(folder: Path, family: str) -> Path:
     from transformers import AutoModelForCausalLM, GPT2Config, MptConfig, OPTConfig
 
     tokenizer = byte_tokenizer(CHATML)
-    size = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    }  # fmt: skip
     config = {
         "opt": lambda: OPTConfig(**size, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=32),
         "mpt": lambda: MptConfig(**size, max_seq_len=32),

@@ -102,7 +102,7 @@ def test_whole_numbers_mean_the_same_as_real_ones() -> None:
         "temperature": 2, "top_p": 1, "min_p": 0, "repetition_penalty": 3, "presence_penalty": 1,
         "frequency_penalty": -1,
     }  # fmt: skip
-    real = {name: float(value) for name, value in whole.items()}
+    real: dict[str, Any] = {name: float(value) for name, value in whole.items()}
     assert run(Sampling(seed=4, **whole)) == run(Sampling(seed=4, **real))
 
 
