@@ -19,6 +19,7 @@ from shardyard.cli.inference_options import (
 )
 from shardyard.cli.inference_ranks import RANKS_HELP, run_verb, with_model
 from shardyard.errors import UserError
+from shardyard.infer.serve.front import Front, bind
 from shardyard.infer.serve.limits import Limits
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from shardyard.infer.model import Opened
     from shardyard.infer.opening import Choice
-    from shardyard.infer.serve.server import Front
 
 DESCRIPTION = """\
 usage: shardyard serve --model PATH [--port N] [--host ADDRESS] [options]
@@ -47,17 +47,7 @@ class Job:
     choice: Choice
     limits: Limits
     name: str | None
-    host: str
-    port: int
-    api_key: str | None
-    allow_origins: tuple[str, ...]
-    access_log: bool
-    grace: float
-
-    def front(self) -> Front:
-        from shardyard.infer.serve.server import Front
-
-        return Front(self.host, self.port, self.api_key, self.allow_origins, self.access_log, self.grace)
+    front: Front
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -80,10 +70,11 @@ def read_serve(words: Sequence[str]) -> Job | None:
         options.max_running, options.max_waiting, int(options.max_body_mib * 2**20),
         options.max_prompt_tokens, options.max_new_tokens, options.request_timeout,
     )  # fmt: skip
-    return Job(
-        choice_of(options), limits, options.served_model_name, options.host, options.port,
-        _key(options.api_key), tuple(options.allow_origin), options.access_log, options.grace,
+    front = Front(
+        options.host, options.port, _key(options.api_key), tuple(options.allow_origin), options.access_log,
+        options.grace,
     )  # fmt: skip
+    return Job(choice_of(options), limits, options.served_model_name, front)
 
 
 def _key(given: str | None) -> str | None:
@@ -140,11 +131,9 @@ def _parser() -> Any:
 
 def run_serve(job: Job) -> int:
     """Serve, on every rank of the run; rank 0 has the socket."""
-    from shardyard.infer.serve.server import bind
-
     listener = None
     if os.environ.get("RANK", "0") == "0":
-        listener = bind(job.front())  # before the model is loaded
+        listener = bind(job.front)  # before the model is loaded
     else:
         for number_ in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number_, signal.SIG_IGN)  # it ends when rank 0 does
@@ -161,7 +150,7 @@ def _serve(job: Job, opened: Opened, listener: socket.socket | None) -> int:
     def work(engine: Engine) -> int:
         assert listener is not None
         subject = Subject(opened, job.name or opened.name, job.limits, engine.context_length)
-        return run(Service(engine, subject, job.limits), job.front(), listener)
+        return run(Service(engine, subject, job.limits), job.front, listener)
 
     code = with_engine(opened, work, max_running=job.limits.max_running)
     return 0 if code is None else code

@@ -44,6 +44,7 @@ def in_rank(folder: Path, work: Callable[[Any, Any, Any], Any], **limits: Any) -
 
     from shardyard.infer.engines import with_engine
     from shardyard.infer.serve import server
+    from shardyard.infer.serve.front import Front, bind
     from shardyard.infer.serve.limits import Limits
     from shardyard.infer.serve.service import Service
     from shardyard.infer.serve.subject import Subject
@@ -57,8 +58,8 @@ def in_rank(folder: Path, work: Callable[[Any, Any, Any], Any], **limits: Any) -
 
     def serve(engine: Any) -> Any:
         service = Service(engine, Subject(opened, opened.name, bounds, engine.context_length), bounds)
-        front = server.Front(port=0, api_key="sesame")
-        listener = server.bind(front)
+        front = Front(port=0, api_key="sesame")
+        listener = bind(front)
         listener.listen()
         servers: list[Any] = []
         codes: list[int] = []

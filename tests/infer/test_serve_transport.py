@@ -18,6 +18,7 @@ from support.tokenizers import QWEN3_LIKE, byte_tokenizer
 
 from shardyard.infer.opening import Choice
 from shardyard.infer.serve import server
+from shardyard.infer.serve.front import Front, bind
 from shardyard.infer.serve.growing import Growing
 from shardyard.infer.serve.limits import Limits
 from shardyard.infer.serve.service import Service
@@ -36,8 +37,8 @@ class Running:
         side = FakeSide(TOKENIZER, frozenset({STOP}), choice=Choice("somewhere"))
         self.engine = engine
         self.service = Service(engine, Subject(side, "tiny", limits, engine.context_length), limits)
-        self.front = server.Front(port=0, **front)
-        listener = server.bind(self.front)
+        self.front = Front(port=0, **front)
+        listener = bind(self.front)
         listener.listen()  # so that a client may come before the loop runs
         self.port = listener.getsockname()[1]
         self.code: int | None = None

@@ -20,7 +20,11 @@ logger = logging.getLogger("shardyard.serve")
 
 _LOOK_S = 0.5
 """How often a request that hears nothing looks whether its engine is alive."""
-STOPPED = ApiFault(503, "The model has stopped working; the server ends.", code="engine_stopped")
+
+
+def stopped() -> ApiFault:
+    """The fault of all requests once the engine is at fault."""
+    return ApiFault(503, "The model has stopped working; the server ends.", code="engine_stopped")
 
 
 class Running:
@@ -53,7 +57,7 @@ class Running:
         except ValueError as error:
             raise ApiFault(400, f"{error}.", code="invalid_value") from None
         except RuntimeError:  # it has stopped
-            raise STOPPED from None
+            raise stopped() from None
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
         """What is new of the answers, each by its number, as it comes; the end once all have ended.
@@ -70,7 +74,7 @@ class Running:
                 if new := self._taken(events):
                     yield list(new.items())
                 elif self._engine.fault is not None:
-                    raise STOPPED
+                    raise stopped()
             self._metrics.whole.add(time.perf_counter() - self._arrived)
         finally:
             looking.cancel()
@@ -105,7 +109,7 @@ class Running:
             return
         logger.warning("%s: %s %s", request_id, piece.reason, piece.error)
         if self._engine.fault is not None or piece.reason == "cancelled":  # by the engine's end
-            raise STOPPED
+            raise stopped()
         raise ApiFault(500, "The answer could not be generated.", code="generation_failed")
 
     def _note(self, number: int, event: Event) -> None:

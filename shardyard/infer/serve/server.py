@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -18,10 +16,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shardyard.errors import UserError
 from shardyard.infer.serve.application import build_app
 from shardyard.infer.serve.errors import ApiFault
 from shardyard.infer.serve.forms import dumps
+from shardyard.infer.serve.front import Front, is_loopback
 from shardyard.infer.serve.service import Service
 
 logger = logging.getLogger("shardyard.serve")
@@ -31,52 +29,6 @@ _LAST_WORDS_S = 2.0
 """How long the health says 503 after the engine's end, before the process ends too."""
 _REQUEST_LINE_S = 30.0
 """How long a new connection may take to send its first bytes."""
-
-
-@dataclass(frozen=True)
-class Front:
-    """What the service shows to the network."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: a free one."""
-    api_key: str | None = None
-    allow_origins: tuple[str, ...] = ()
-    access_log: bool = False
-    grace: float = 30.0
-    """Seconds that running requests get to end, once the service is told to stop."""
-
-
-def bind(front: Front) -> socket.socket:
-    """The socket of the service; nothing is taken from it yet.
-
-    Raises:
-        UserError: the host has no such address, or the port is in use.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            front.host, front.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise UserError(f"--host {front.host}: {error.strerror or error}") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise UserError(
-            f"--port {front.port} on {front.host}: {error.strerror or error}; name another (0: a free one)"
-        ) from error
-    return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def run(

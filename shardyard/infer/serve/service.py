@@ -13,7 +13,7 @@ from shardyard.infer.serve.courier import Courier
 from shardyard.infer.serve.errors import ApiFault
 from shardyard.infer.serve.limits import Limits
 from shardyard.infer.serve.metrics import Metrics
-from shardyard.infer.serve.running import STOPPED, Running
+from shardyard.infer.serve.running import Running, stopped
 from shardyard.infer.serve.subject import Ask, Subject
 from shardyard.infer.types import Engine
 
@@ -36,7 +36,7 @@ class Service:
     def refusal(self) -> ApiFault | None:
         """Why no request can be answered now; None when one can."""
         if self.engine.fault is not None:
-            return STOPPED
+            return stopped()
         if self.closing:
             return ApiFault(
                 503, "The server is shutting down.", code="shutting_down", headers={"Retry-After": "5"}
