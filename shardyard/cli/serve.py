@@ -56,7 +56,9 @@ def serve(argv: Sequence[str]) -> int:
     Raises:
         UserError: a wrong option or model, or a port in use.
     """
-    return run_verb("serve", argv, read_serve, run_serve)
+    code = run_verb("serve", argv, read_serve, run_serve)
+    # of ranks that were started: the launcher was told to end, and all of them have
+    return 0 if code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else code
 
 
 def read_serve(words: Sequence[str]) -> Job | None:
