@@ -212,7 +212,7 @@ def _tasks(
         left_out += skipped_lines(name, held)
     foreign = [word for word in asked.tasks if word not in parts]
     if foreign:
-        more, members = load_foreign(foreign, asked.task_path, asked.num_fewshot)
+        more, members = load_foreign(foreign, asked.task_path, asked.num_fewshot, allow_code=asked.allow_code)
         tasks |= more
         groups |= members
     return tasks, groups, left_out

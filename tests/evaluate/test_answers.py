@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,27 @@ def test_every_benchmark_has_a_file_with_what_it_needs() -> None:
     assert "mmlu" in catalog.near("mmlo")
     thought = catalog.load("mmlu", variant="chain_of_thought")
     assert thought["scorer"] == "letter" and "metric_list" not in thought["config"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os, time\ntry:\n    os.setsid()\nexcept OSError:\n    pass\ntime.sleep(50)",
+        "import os, time\nos.kill(0, 9)\ntime.sleep(50)",
+    ],
+)
+def test_what_leaves_its_session_ends_with_it(program: str) -> None:
+    def left() -> set[str]:
+        found = set()
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if b"seconds, memory, channel, word" in entry.read_bytes():
+                    found.add(entry.parent.name)
+        return found
+
+    before = left()
+    assert not run_program(program, seconds=1).passed
+    deadline = time.monotonic() + 10
+    while left() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left() - before

@@ -96,3 +96,31 @@ def test_our_tasks_run_with_fewer_rows_than_ranks(ranks: RankPool, model: Path, 
     prompt = one["samples"]["mmlu_birds"][0]["prompt"]
     assert prompt.startswith("<|im_start|>system\nThe following are multiple choice questions")
     assert prompt.count("<|im_start|>user") == 2 and prompt.endswith("<|im_start|>assistant\n")
+
+
+def _refused(folder: Path) -> str:
+    from support.benchmarks import add_lm_eval
+
+    add_lm_eval()
+    from shardyard.errors import UserError
+    from shardyard.evaluate.tasks.foreign import load_foreign
+
+    try:
+        load_foreign(["mine"], folder, None)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("tag", ["!function", "!%66unction", "!<!function>"])
+def test_python_of_a_folder_is_refused_however_its_tag_is_written(
+    ranks: RankPool, tmp_path: Path, tag: str
+) -> None:
+    folder, ran = tmp_path / "tasks", tmp_path / "ran"
+    folder.mkdir()
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\ndef f(row): return 'x'\n")
+    (tmp_path / "beside.yml").write_text(f"doc_to_text: {tag} evil.f\n")
+    (folder / "mine.yaml").write_text("task: mine\ninclude: ../beside.yml\ndataset_path: json\n")
+    told = ranks.run(1, _refused, folder, init_process_group=False)[0]
+    assert "names the Python evil.f (!function); allow that with --allow-code-execution" in told
+    assert not ran.exists()

@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 _BOOTSTRAP = r"""
-import ctypes, os, resource, sys
+import ctypes, os, resource, signal, sys
 seconds, memory, channel, word = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 program = sys.stdin.read()
 def limit(name, value):
@@ -35,9 +36,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 alone = 0x40000000 | 0x20000000  # CLONE_NEWNET | CLONE_NEWPID: no network, and its children end with it
 if libc.unshare(alone | 0x10000000) == 0 or libc.unshare(alone) == 0:  # CLONE_NEWUSER
     child = os.fork()
-    if child:
+    if child:  # out of the program's reach: it is told to end, and takes all of them along
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
         os.waitpid(child, 0)
         os._exit(0)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    os.setsid()
 libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
 writes = 0x1FF2  # Landlock's first version: write, remove and make files and folders
 class Rules(ctypes.Structure):
@@ -92,24 +96,41 @@ def run_program(program: str, *, seconds: int = 10, memory: int = 1 << 30) -> Ou
             )  # fmt: skip
         finally:
             os.close(writing)
-        ended = True
+        ended, started = True, time.monotonic()
         try:
             process.communicate(program.encode("utf-8", "replace"), timeout=seconds + 5)
         except subprocess.TimeoutExpired:
             ended = False
         finally:
             _end(process)
-    told = os.read(reading, 4096).decode("utf-8", "replace") if ended else ""
+    told = _told(reading) if ended else ""
     os.close(reading)
     if told == f"={word}":
         return Outcome(True)
     if told.startswith("!"):
         return Outcome(False, told[1:])
-    return Outcome(False, "ended without a word" if ended else f"not done after {seconds} s")
+    if (
+        not ended or time.monotonic() - started >= seconds
+    ):  # also one that the bound on its processor time ended
+        return Outcome(False, f"not done after {seconds} s")
+    return Outcome(False, "ended without a word")
+
+
+def _told(reading: int) -> str:
+    """What lies in the pipe, without a wait: where there are no namespaces, a child may still hold it."""
+    os.set_blocking(reading, False)
+    try:
+        return os.read(reading, 4096).decode("utf-8", "replace")
+    except BlockingIOError:
+        return ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and what it started, by its own group."""
+    """End the process and what it started: its namespace, which its own end closes, and its group."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(2)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
