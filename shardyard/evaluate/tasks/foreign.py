@@ -40,7 +40,7 @@ def load_foreign(
 @contextmanager
 def _functions(allow_code: bool) -> Iterator[None]:
     """A tag may be written in many ways, and files may include others: so where lm-eval resolves it."""
-    plain, own = _yaml_loader._import_func_in_yml, Path(lm_eval.__file__).resolve().parent
+    plain, own = _yaml_loader._import_func_in_yml, Path(str(lm_eval.__file__)).resolve().parent
 
     def guarded(qual: str, base_dir: Path) -> Any:
         if not allow_code and not base_dir.resolve().is_relative_to(own):
