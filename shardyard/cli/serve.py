@@ -98,7 +98,9 @@ def _parser() -> Any:
         help=f"clients have to send it; better by {KEY_VARIABLE}: the list of processes shows words",
     )  # fmt: skip
     add(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: its folder's name)"
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model (default: its folder's or run's name)",
     )
     add(
         "--allow-origin", action="append", default=[], metavar="URL",
@@ -151,7 +153,7 @@ def _serve(job: Job, opened: Opened, listener: socket.socket | None) -> int:
 
     def work(engine: Engine) -> int:
         assert listener is not None
-        subject = Subject(opened, job.name or opened.name, job.limits, engine.context_length)
+        subject = Subject(opened, job.name or opened.found.lasting_name, job.limits, engine.context_length)
         return run(Service(engine, subject, job.limits), job.front, listener)
 
     code = with_engine(opened, work, max_running=job.limits.max_running)

@@ -165,7 +165,9 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"--compare {path}: no results: {error}") from error
     if not isinstance(told, dict) or not isinstance(told.get("tasks"), dict):
-        raise UserError(f"--compare {path}: no results of tasks in it")
+        raise UserError(
+            f"--compare {path}: no results of tasks in it; name what `evaluate --tasks ... --output` wrote"
+        )
     for name, task in told["tasks"].items():
         is_task = isinstance(task, dict) and isinstance(task.get("scores"), dict)
         if not is_task or not isinstance(task.get("members", []), list):

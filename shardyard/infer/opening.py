@@ -59,6 +59,11 @@ class Found:
     run_dir: Path | None = None
     step: int | None = None
 
+    @property
+    def lasting_name(self) -> str:
+        """``name`` without the step: the same after the run has gone on."""
+        return self.name if self.run_dir is None else self.run_dir.name
+
 
 def find(choice: Choice) -> Found:
     """Which folder ``choice.model`` names.

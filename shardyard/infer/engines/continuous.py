@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     OutputRouter,
 )
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.continuous_batching.utils import logger as transformers_logger
 
 from shardyard.infer.engines.book import Book, Entry
 from shardyard.infer.sampler import Row, choose_all
@@ -104,8 +107,9 @@ class ContinuousEngine:
         if not self._book.close():
             return
         self._manager.closing = True
-        self._manager.stop(block=True, timeout=30.0, hard_stop=True)
-        self._manager.destroy()
+        with quiet():  # it warns of a loop that was never asked
+            self._manager.stop(block=True, timeout=30.0, hard_stop=True)
+            self._manager.destroy()
 
 
 def follow(model: Any, room: Room) -> None:
@@ -117,6 +121,17 @@ def follow(model: Any, room: Room) -> None:
     if fault := manager.background_thread_status.fatal_error:
         raise RuntimeError(f"generation has stopped: {fault}") from fault
     manager.destroy()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What transformers' loop would log is left to us, who say it in one line."""
+    level = transformers_logger.level
+    transformers_logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logger.setLevel(level)
 
 
 class _Manager(ContinuousBatchingManager):

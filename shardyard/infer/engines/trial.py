@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import queue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching import utils as continuous_utils
 
 from shardyard.device import ProcessGroup
 from shardyard.errors import first_line
+from shardyard.infer.engines.continuous import quiet
 from shardyard.infer.types import Engine, Event, Finished, Request, Sampling, Token
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-1, torch.float16: 5e-2}
@@ -30,7 +28,7 @@ def scores_of_continuous(model: Any, make: Callable[[], Engine | None], group: P
     prompts = [_prompt(model, length) for length in _PROMPTS]
     fault, answers = "", []
     try:
-        with _quiet():
+        with quiet():
             engine = make()
             if engine is not None:
                 try:
@@ -103,15 +101,3 @@ def _scores(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=config
     )
     return torch.log_softmax(torch.stack(told.logits, 1).float(), -1)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No traceback of transformers' loop on the terminal: what fails here is said in one line."""
-    named = continuous_utils.logger
-    level = named.level
-    named.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        named.setLevel(level)
