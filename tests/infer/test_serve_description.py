@@ -81,4 +81,4 @@ def test_the_service_does_as_it_is_described(method: str, path: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_the_service_does_as_it_is_described_at_length(method: str, path: str) -> None:
-    assert attack(method, path, 1000 if method == "POST" else 50)
+    assert attack(method, path, 500 if method == "POST" else 50)

@@ -82,61 +82,44 @@ class Asked(_Closed):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
-_CALL = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string", "minLength": 1}, "arguments": {"type": "string"}},
-            "required": ["name", "arguments"],
-        },
-    },
-    "required": ["function"],
-}
+_STRING = {"type": "string"}
+_MAYBE = {"type": ["string", "null"]}
+_NAME = {"type": "string", "minLength": 1}
+
+
+def _object(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+_PART = _object({"type": {"const": "text"}, "text": _STRING}, "type", "text")
+_TEXT = {"anyOf": [_STRING, {"type": "array", "items": _PART}]}
+_CALLED = _object({"name": _NAME, "arguments": {"type": ["string", "object"]}}, "name", "arguments")
+_CALL = _object({"id": _MAYBE, "type": {"const": "function"}, "function": _CALLED}, "function")
 _CALLS = {"type": "array", "minItems": 1, "items": _CALL}
 
 
 def _message(roles: list[str], more: dict[str, Any], *required: str) -> dict[str, Any]:
-    properties = {"role": {"enum": roles}, "content": _TEXT, "name": {"type": "string"}, **more}
-    return {
-        "type": "object", "properties": properties, "required": ["role", *required],
-        "additionalProperties": False,
-    }  # fmt: skip
+    properties = {"role": {"enum": roles}, "content": _TEXT, "name": _MAYBE, **more}
+    # other keys may be there with nothing in them: clients send back what they were given
+    return _object(properties, "role", *required, additionalProperties={"enum": [None, "", [], {}]})
 
 
-_THOUGHT = {"reasoning_content": {"type": ["string", "null"]}}
+_THOUGHT = {"reasoning_content": _MAYBE, "reasoning": _MAYBE}
 _CALLING = {"content": {"anyOf": [*_TEXT["anyOf"], {"type": "null"}]}, "tool_calls": _CALLS, **_THOUGHT}
 _MESSAGE = {
     "anyOf": [
         _message(["system", "developer", "user"], {}, "content"),
         _message(["assistant"], _THOUGHT, "content"),
         _message(["assistant"], _CALLING, "tool_calls"),
-        _message(["tool"], {"tool_call_id": {"type": "string"}}, "content"),
+        _message(["tool"], {"tool_call_id": _MAYBE}, "content"),
     ]
 }
+_FUNCTION = {"name": _NAME, "description": _MAYBE, "parameters": {"type": ["object", "null"]}}
 _TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "minLength": 1},
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
-            },
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
+    "anyOf": [
+        _object({"type": {"const": "function"}, "function": _object(_FUNCTION, "name")}, "function"),
+        _object({"type": {"const": "function"}, **_FUNCTION}, "name"),
+    ]
 }
 
 
