@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from shardyard.checkpoint import read_weights
 from shardyard.config import ModelConfig
 from shardyard.data.tokenizer import load_tokenizer
-from shardyard.device import Device, ProcessGroup, agree, agree_on_node
+from shardyard.device import Device, ProcessGroup, agree, agree_on_node, in_passing_thread
 from shardyard.errors import UserError, first_line
 from shardyard.infer import folder_facts
 from shardyard.infer.opening import Choice, Found, cache_folder, find
@@ -84,7 +84,7 @@ def open_model(
     """
     transformers_logging.disable_progress_bar()  # one bar a rank would run through each other
     try:
-        return _open(choice, group, device, convert)
+        return in_passing_thread(device, lambda: _open(choice, group, device, convert))
     except UserError as error:  # of rooms that know the keys of the YAML only
         text = str(error)
         for key, option in _OPTIONS.items():

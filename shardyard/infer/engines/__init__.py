@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from shardyard.device import in_passing_thread
 from shardyard.infer.engines.batches import BatchEngine
 from shardyard.infer.engines.batches import follow as follow_batches
 from shardyard.infer.engines.continuous import ContinuousEngine, Room
@@ -40,12 +41,12 @@ def with_engine(
     the free memory holds, and no more than ``max_running`` whole contexts.
     """
     model, is_main = opened.model, opened.group.is_main
-    room = _room(opened, max_running, cache_tokens)
+    room = in_passing_thread(opened.device, lambda: _room(opened, max_running, cache_tokens))
     if room is not None:
         engine = _continuous(model, room, is_main)
         return None if engine is None else _closing(engine, work)
     ranks = opened.group.world_size
-    padded = ranks > 1 or pads_exactly(model)
+    padded = ranks > 1 or in_passing_thread(opened.device, lambda: pads_exactly(model))
     if not is_main:
         follow_batches(model, opened.context_length)
         return None
