@@ -125,8 +125,24 @@ class RankPool:
 
         Raises RankFailure if a rank raises, dies, or is not done after ``timeout_s`` seconds.
         """
-        module = sys.modules[fn.__module__]
         arguments = pickle.dumps((args, kwargs))
+        try:
+            return self._run(world_size, fn, arguments, timeout_s, init_process_group)
+        except RankFailure as failure:
+            # Before ``fn`` began: gloo's ranks do not meet when a stranger connects to one of its ports.
+            if not init_process_group or "connectFullMesh failed" not in str(failure):
+                raise
+        return self._run(world_size, fn, arguments, timeout_s, init_process_group)
+
+    def _run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        arguments: bytes,
+        timeout_s: float,
+        init_process_group: bool,
+    ) -> list[Any]:
+        module = sys.modules[fn.__module__]
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             processes: list[BaseProcess] = []
             pipes: list[Any] = []

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.run_data import Rendezvous
 
+from shardyard.device.agreement import _share
 from shardyard.errors import UserError
-from shardyard.train.run import _share
 
 
 class _Group(Rendezvous):
