@@ -12,7 +12,7 @@ from pathlib import Path
 from shardyard.cli.convert_options import Parser, count, parse
 from shardyard.cli.evaluate_tasks import TaskJob, run_tasks
 from shardyard.cli.inference_options import whole
-from shardyard.cli.inference_ranks import is_rank
+from shardyard.cli.inference_ranks import as_script
 from shardyard.cli.megatron_words import MegatronWords, take_megatron_words
 from shardyard.errors import UserError
 from shardyard.evaluate.benchmarks import Benchmarks, require_lm_eval, task_names
@@ -32,18 +32,7 @@ Benchmarks by the reference's options. `shardyard evaluate --tasks` does the sam
 
 def main(argv: Sequence[str]) -> int:
     """Run the script; its exit code."""
-    if is_rank():
-        from shardyard.cli.rank import guard
-
-        return guard(lambda: _run(argv))
-    try:
-        return _run(argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return as_script(lambda: _run(argv))
 
 
 def _run(argv: Sequence[str]) -> int:

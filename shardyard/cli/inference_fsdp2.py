@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardyard.cli.inference_ranks import is_rank, with_model
+from shardyard.cli.inference_ranks import as_script, with_model
 from shardyard.config import ConfigError, Loaded, load_config
 from shardyard.errors import UserError
 from shardyard.infer.opening import Choice
@@ -40,18 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"}.intersection(argv):
         print(HELP, end="")
         return 0
-    if is_rank():
-        from shardyard.cli.rank import guard
-
-        return guard(lambda: run(read(argv)))
-    try:
-        return run(read(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return as_script(lambda: run(read(argv)))
 
 
 def read(argv: Sequence[str]) -> Job:

@@ -71,6 +71,24 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def as_script(work: Callable[[], int]) -> int:
+    """The exit code of a script of the reference: of ``work``, 2 for a user's mistake, 130 for Ctrl-C; a rank
+    ends by the rules of ranks.
+    """
+    if is_rank():
+        from shardyard.cli.rank import guard
+
+        return guard(work)
+    try:
+        return work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
 def _spelt(words: Sequence[str]) -> list[str]:
     """``--nproc N``, as the verbs after training call it, as `take_launch` knows it."""
     named = [word.partition("=") for word in words]

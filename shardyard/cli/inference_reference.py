@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardyard.cli.convert_options import Parser, count, parse
 from shardyard.cli.inference_options import number, whole
-from shardyard.cli.inference_ranks import is_rank, with_model
+from shardyard.cli.inference_ranks import as_script, with_model
 from shardyard.cli.megatron_words import SHAPE, MegatronWords, take_megatron_words
 from shardyard.errors import UserError
 from shardyard.infer.asked import Asked
@@ -44,18 +44,7 @@ class Job:
 
 def main(argv: Sequence[str]) -> int:
     """Run the script; its exit code."""
-    if is_rank():
-        from shardyard.cli.rank import guard
-
-        return guard(lambda: _run_words(argv))
-    try:
-        return _run_words(argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return as_script(lambda: _run_words(argv))
 
 
 def _run_words(argv: Sequence[str]) -> int:

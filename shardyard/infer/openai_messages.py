@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from shardyard.data.types import Conversation, Message, ToolCall
 from shardyard.errors import UserError
+from shardyard.infer.nesting import is_deeper
 
 MAX_DEPTH = 64
 """How deep tools and arguments may nest: far more than any has, far less than Python's stack."""
@@ -243,17 +244,8 @@ class _Calls:
 
 
 def _check_depth(where: str, value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for one in level
-            for item in (one.values() if isinstance(one, dict) else one)
-            if isinstance(item, dict | list)
-        ]
-        if not level:
-            return
-    raise ChatFault(where, f"nested more than {MAX_DEPTH} deep")
+    if is_deeper(value, MAX_DEPTH):
+        raise ChatFault(where, f"nested more than {MAX_DEPTH} deep")
 
 
 def _no_constant(word: str) -> NoReturn:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from shardyard.infer.nesting import is_deeper
 from shardyard.infer.serve.errors import ApiFault, of_validation
 from shardyard.infer.serve.limits import BODY_SECONDS, MAX_JSON_DEPTH
 
@@ -57,7 +58,7 @@ def parse(data: bytes) -> dict[str, Any]:
         raise _bad("a number is too large" if "digits" in str(error) else str(error)) from None
     if not isinstance(value, dict):
         raise _bad("an object is wanted")
-    if _is_deep(value):
+    if is_deeper(value, MAX_JSON_DEPTH):
         raise _bad("nested too deep")
     return value
 
@@ -75,20 +76,6 @@ def _finite(digits: str) -> float:
     if not math.isfinite(value):
         raise ValueError("a number is too large")
     return value
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [
-            item
-            for one in level
-            for item in (one.values() if isinstance(one, dict) else one)
-            if isinstance(item, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _check_type(request: Request) -> None:
